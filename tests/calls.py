@@ -8,6 +8,7 @@ from functools import partial, wraps
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from hf_fastattn.attention import step as steps
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, reference
@@ -15,9 +16,8 @@ from hf_fastattn.kernels.spec import Spec, call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-runs_kernels = pytest.mark.skipif(
-    not (HAS_TRITON and (INTERPRETED or DEVICE == "cuda")), reason="needs a GPU or TRITON_INTERPRET=1"
-)
+_RUN = HAS_TRITON and (INTERPRETED or DEVICE == "cuda")
+runs_kernels = pytest.mark.skipif(not _RUN, reason="needs a GPU or TRITON_INTERPRET=1")
 attention = partial(call, reference.attention)
 
 
@@ -31,14 +31,23 @@ def as_kernel(function):
     return kernel
 
 
-class _Storage:
-    pass
+class At(LogitsProcessor):
+    """Calls act() at the n-th token, counted from 0. calls: how many tokens there were."""
+
+    def __init__(self, n: int, act):
+        self.n, self.act, self.calls = n, act, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == self.n + 1:
+            self.act()
+        return scores
 
 
 @contextmanager
 def captured() -> Iterator[None]:
     """A context in which the code runs as if a decode graph captured it."""
-    storage = _Storage()
+    storage = type("Storage", (), {})()
     step = steps.begin(storage, steps.CAPTURED)
     try:
         yield

@@ -343,24 +343,18 @@ CASES: list[Case] = [
             (21, True, {"window": 13, "batch": 1}),
             (base.kv_len + 9, True, {"causal": False}),
             (5, True, {"window": 9, "causal": False, "sinks": True, "softcap": 10.0}),
-            (4, True, {"window": 16, "batch": 3, "rows": ((0, base.kv_len, 0.0), (9, base.kv_len, 0.4), (0, 0, 0.0))}),
-            (
-                4,
-                True,
-                {"window": 16, "batch": 3, "rows": ((0, base.kv_len - 9, 0.0), (2, 5, 0.0), (base.kv_len - 2, base.kv_len, 0.0))},
+            *(
+                (4, True, {"window": 16, "batch": 3, "rows": rows})
+                for n in (base.kv_len,)
+                for rows in (((0, n, 0.0), (9, n, 0.4), (0, 0, 0.0)), ((0, n - 9, 0.0), (2, 5, 0.0), (n - 2, n, 0.0)))
             ),
             (3, True, {"window": 30, "layout": "slices", "head_dim": 80, "dtype": "fp16", "say_twice": True}),
         )
     ),
     # sinks of a row without a live key in its window, with more splits or shares than tiles
     replace(
-        _decode,
-        q_offset=LONG - 1,
-        rows=((0, 20, 0.0), (5, 9, 0.0)),
-        first_tokens=4,
-        turned=True,
-        window=20,
-        **_few | {"batch": 2},
+        replace(_decode, **_few | {"batch": 2}),
+        **{"q_offset": LONG - 1, "rows": ((0, 20, 0.0), (5, 9, 0.0)), "first_tokens": 4, "turned": True, "window": 20},
     ),
     # padding: left, right, holes, an empty row, everything masked
     *(
@@ -393,32 +387,15 @@ CASES: list[Case] = [
     # all at once
     *(
         replace(
-            base,
-            batch=3,
-            num_heads=6,
-            num_kv_heads=2,
-            head_dim=80,
-            window=40,
-            softcap=20.0,
-            sinks=True,
+            replace(base, batch=3, num_heads=6, num_kv_heads=2, head_dim=80, window=40, softcap=20.0, sinks=True, causal=causal),
             rows=((0, base.kv_len, 0.0), (11, base.kv_len, 0.25), (0, 0, 0.0)),
-            layout=layout,
-            dtype=dtype,
-            say_twice=layout == "slices",
-            causal=causal,
+            **{"layout": layout, "dtype": dtype, "say_twice": layout == "slices"},
         )
         for base, layout, dtype, causal in (
-            (_decode, "slices", "fp32", False),
-            (_prompt, "slices", "fp16", True),
-            (_append, "token_major", "fp32", True),
-            *on_gpu(
-                (_decode, "token_major", "fp32", True),
-                (_decode, "slices", "fp16", True),
-                (_prompt, "token_major", "fp32", True),
-                (_prompt, "slices", "fp32", False),
-                (_append, "slices", "fp16", True),
-                (_append, "slices", "fp32", False),
-            ),
+            *((_decode, "slices", "fp32", False), (_prompt, "slices", "fp16", True), (_append, "token_major", "fp32", True)),
+            *on_gpu((_decode, "token_major", "fp32", True), (_decode, "slices", "fp16", True)),
+            *on_gpu((_prompt, "token_major", "fp32", True), (_prompt, "slices", "fp32", False)),
+            *on_gpu((_append, "slices", "fp16", True), (_append, "slices", "fp32", False)),
         )
     ),
     # many rows of very different lengths

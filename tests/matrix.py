@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -139,7 +140,10 @@ class Truth:
     def check_forward(self, logits: torch.Tensor, expected: torch.Tensor | None = None) -> None:
         error = (logits - (self.logits if expected is None else expected))[self.live.bool()].abs().max().item()
         if not error <= self.tolerance:
-            raise Disagreement(f"logits differ by {error:.2g} (scale {self.scale:.2g}, rounding allows {self.tolerance:.1g})")
+            raise Disagreement(f"logits differ {self._by(error)}")
+
+    def _by(self, error: float) -> str:
+        return f"by {error:.2g} (scale {self.scale:.2g}, rounding allows {self.tolerance:.1g})"
 
     def check_tokens(self, found) -> None:
         tokens, steps = found
@@ -150,10 +154,7 @@ class Truth:
                 a, b = self.steps[step, row], steps[step, row]
                 error = (a - b).abs().max().item()
                 if not error <= self.tolerance:
-                    raise Disagreement(
-                        f"logits of new token {step}, row {row}, differ by {error:.2g} (scale {self.scale:.2g}, rounding allows "
-                        f"{self.tolerance:.1g})"
-                    )
+                    raise Disagreement(f"logits of new token {step}, row {row}, differ {self._by(error)}")
                 if tokens[row, step] != self.tokens[row, step]:
                     best = a.clone()
                     best[list(every_model.SPECIAL)] = float("-inf")
@@ -192,9 +193,8 @@ def _lines(file: str) -> list[str]:
 
 def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = next(
-        (f for f in reversed(frames) if "/transformers/models/" in f.filename or f.filename.startswith(PACKAGE)), frames[-1]
-    )
+    known = [f for f in frames if "/transformers/models/" in f.filename or f.filename.startswith(PACKAGE)]
+    where = (known or frames)[-1]
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} [{Path(where.filename).name}:{where.lineno}]"
 
 
@@ -253,7 +253,7 @@ def cells_of(model, truths: dict, generates: bool) -> dict[str, Cell]:
         cells[f"lean.{padding}"] = must_run_ours(attempt(lambda truth=truth: truth.check_tokens(generate(model, truth.inputs))))
     hf.set_attention(model, _default(model))
     for padding, truth in truths.items():
-        cell = attempt(lambda truth=truth: truth.check_tokens(_preallocated(model, truth)))
+        cell = attempt(lambda truth=truth: truth.check_tokens(_over(hf_fastattn.PreallocatedCache, model, truth)))
         cells[f"preallocated.{padding}"] = judge_like_stock(cell, model, truth)
     hf.set_attention(model, "eager")
     cells |= _patched(model, truths, "patch")
@@ -292,10 +292,6 @@ def _is_causal(model, name: str, truth) -> bool:
     return changed.abs().max().item() <= truth.tolerance
 
 
-def _preallocated(model, truth):
-    return generate(model, truth.inputs, **{hf.CACHE: hf_fastattn.PreallocatedCache(model)})
-
-
 def judge_like_stock(cell: Cell, model, truth) -> Cell:
     """Some models cannot use any cache that the caller passes; then the cell is absent."""
     if cell.result != WRONG:
@@ -327,9 +323,8 @@ def remedies(model, truths: dict, cells: dict[str, Cell]) -> dict[str, Cell]:
     for window in dict.fromkeys(re.findall(r"window of at most (-?\d+)", said)):
         tried["remedy.narrower_window"] = attempt(lambda window=window: _streams(model, truth, window=int(window)))
     if "clamp_positions=True" in said:
-        tried["remedy.clamp_positions"] = attempt(
-            lambda: truth.check_tokens(_streams(model, truth, window=WIDE, clamp_positions=True))
-        )
+        run = lambda: truth.check_tokens(_streams(model, truth, window=WIDE, clamp_positions=True))  # noqa: E731
+        tried["remedy.clamp_positions"] = attempt(run)
     for name, cell in cells.items():  # advice that was already followed
         if cell.result == REFUSED and name.startswith(("streaming", "rolling")) and 'patch(model, "streaming"' in cell.said[0]:
             tried[f"remedy.{name}"] = cell
@@ -367,8 +362,8 @@ def _streams(model, truth, **options):
     return None if options["window"] < WIDE else found
 
 
-def _rolling(model, truth):
-    return generate(model, truth.inputs, **{hf.CACHE: hf_fastattn.RollingCache(model)})
+def _over(cache: type, model, truth):
+    return generate(model, truth.inputs, **{hf.CACHE: cache(model)})
 
 
 def _patched(model, truths: dict, way: str, **options) -> dict[str, Cell]:
@@ -380,10 +375,11 @@ def _patched(model, truths: dict, way: str, **options) -> dict[str, Cell]:
     else:
         patch = patches[0]
         for padding, truth in [*truths.items(), *([("again", next(iter(truths.values())))] if way == "patch" else [])]:
-            cells[f"{way}.{padding}"] = must_run_ours_or_replay(attempt(lambda truth=truth: _replayed(model, patch, truth, way)))
+            cell = attempt(lambda truth=truth: _replayed(model, patch, truth))
+            cells[f"{way}.{padding}"] = cell if "replayed" in cell.graph else must_run_ours(cell)
         if way == "streaming":
             first, truth = next(iter(truths.items()))
-            cell = attempt(lambda: truth.check_tokens(_rolling(model, truth)))
+            cell = attempt(lambda: truth.check_tokens(_over(hf_fastattn.RollingCache, model, truth)))
             cells[f"rolling.{first}"] = judge_like_stock(cell, model, truth)
         patch.undo()
     if model.config._attn_implementation != before:
@@ -391,11 +387,7 @@ def _patched(model, truths: dict, way: str, **options) -> dict[str, Cell]:
     return cells
 
 
-def must_run_ours_or_replay(cell: Cell) -> Cell:
-    return cell if "replayed" in cell.graph else must_run_ours(cell)
-
-
-def _replayed(model, patch, truth: Truth, way: str) -> dict:
+def _replayed(model, patch, truth: Truth) -> dict:
     before = patch.captures, patch.replays, patch.uncaptured
     truth.check_tokens(generate(model, truth.inputs))
     captures, replays, uncaptured = patch.captures - before[0], patch.replays - before[1], patch.uncaptured - before[2]
@@ -519,17 +511,12 @@ def _not_by_chance(row: dict, entry, variant: str, device: str) -> dict:
     return row
 
 
-def use_recorded_graphs() -> None:
-    graphs.new_graph = fake_graph.RecordedGraph
-    graphs.why_no_graph = lambda device: None
-    unpadded.TILE = 1  # so that short prompts are read without their padding
-
-
 def _begin(device: str) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if device == "cpu":
-        use_recorded_graphs()
+        graphs.new_graph, graphs.why_no_graph = fake_graph.RecordedGraph, lambda device: None
+        unpadded.TILE = 1  # so that short prompts are read without their padding
     else:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
@@ -537,9 +524,7 @@ def _begin(device: str) -> None:
 def line(row: dict) -> str:
     if "unbuilt" in row:
         return f"{row['name']}: unbuilt: {row['unbuilt']}"
-    counts = {}
-    for cell in row["cells"].values():
-        counts[cell["result"]] = counts.get(cell["result"], 0) + 1
+    counts = Counter(cell["result"] for cell in row["cells"].values())
     text = f"{row['name']}: {', '.join(f'{n} {result}' for result, n in counts.items())} ({row['seconds']} s)"
     for name, cell in row["cells"].items():
         if cell["result"] == WRONG:

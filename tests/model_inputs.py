@@ -86,27 +86,13 @@ def _pictures(model) -> Iterator[dict]:
     for side in sides:
         across = side // patch
         patches = across * across
-        shapes = [
-            (ROWS, 3, side, side),
-            (ROWS, patches, 3 * patch * patch),
-            (ROWS * patches, 3 * time * patch * patch),
-            (ROWS, 1, 3, side, side),
-            (ROWS, 5, 3, side, side),
-            (ROWS * patches, 3, patch, patch),
-            (ROWS * patches, time, 3, patch, patch),
-        ]
-        beside = {
-            "image_grid_thw": [[1, across, across]] * ROWS,
-            "grid_thw": [[1, across, across]] * ROWS,
-            "image_grid_hw": [[across, across]] * ROWS,
-            "image_sizes": [[side, side]] * ROWS,
-            "spatial_shapes": [[across, across]] * ROWS,
-            "target_sizes": [[across, across]] * ROWS,
-            "num_local_patches": [0] * ROWS,
-            "qformer_input_ids": [[5, 6, 7]] * ROWS,
-            "image_attention_mask": [[[1]] * 96] * ROWS,
-            "images_per_sample": [1] * ROWS,
-        }
+        shapes = [(ROWS, 3, side, side), (ROWS, patches, 3 * patch * patch), (ROWS * patches, 3 * time * patch * patch)]
+        shapes += [(ROWS, 1, 3, side, side), (ROWS, 5, 3, side, side)]
+        shapes += [(ROWS * patches, 3, patch, patch), (ROWS * patches, time, 3, patch, patch)]
+        beside = dict.fromkeys(("image_grid_thw", "grid_thw"), [[1, across, across]] * ROWS)
+        beside |= dict.fromkeys(("image_grid_hw", "spatial_shapes", "target_sizes"), [[across, across]] * ROWS)
+        beside |= {"image_sizes": [[side, side]] * ROWS, "num_local_patches": [0] * ROWS, "images_per_sample": [1] * ROWS}
+        beside |= {"qformer_input_ids": [[5, 6, 7]] * ROWS, "image_attention_mask": [[[1]] * 96] * ROWS}
         latent = getattr(model.config, "latent_query_num", 0)
         beside["image_embeds_position_mask"] = [[1 <= i <= latent for i in range(96)]] * ROWS
         arguments = {name: torch.tensor(value) for name, value in beside.items()}

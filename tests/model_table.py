@@ -108,11 +108,11 @@ def markdown(documents: list[dict]) -> str:
     for document in documents:
         unset = ", ".join(model["name"] for model in document["models"] if model.get("unset"))
         if unset:
-            lines += [
+            said = (
                 f"On {document['transformers']}, `set_attn_implementation()` changes nothing in a loaded {unset}, whatever the "
-                "name, without an error. The table has their results with `from_pretrained(attn_implementation=...)`.",
-                "",
-            ]
+            )
+            said += "name, without an error. The table has their results with `from_pretrained(attn_implementation=...)`."
+            lines += [said, ""]
     columns = [*list(COLUMNS)[:4], "fused", "streaming"]
     lines += ["| model | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
     for name in sorted(set().union(*by_version)):
@@ -123,10 +123,8 @@ def markdown(documents: list[dict]) -> str:
         for column in columns:
             said = [None if m is None or "unbuilt" in m else _cell(m, column, notes) for m in models]
             first = said[0] if said[0] is not None else "-"
-            other = [
-                f"{text} on {d['transformers']}" for text, d in zip(said, documents, strict=True) if text not in (None, first)
-            ]
-            cells.append(" / ".join([first, *other]))
+            of = zip(said, documents, strict=True)
+            cells.append(" / ".join([first, *(f"{text} on {d['transformers']}" for text, d in of if text not in (None, first))]))
         missing = [d["transformers"] for m, d in zip(models, documents, strict=True) if m is None]
         lines.append(f"| {name}{' (not in ' + ', '.join(missing) + ')' if missing else ''} | " + " | ".join(cells) + " |")
     lines += ["", "## Messages", ""]

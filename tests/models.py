@@ -10,30 +10,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 128
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-}
+COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON |= {"num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+COMMON |= {"tie_word_embeddings": False, "attention_dropout": 0.0}
 # name: (model_type, changes to the config). Prompts have PROMPT tokens; windows are smaller or larger than that.
 PROMPT = 96
+OPT = {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.0}
 FAMILIES = {
     "llama": ("llama", {}),
     "mistral_window_below_prompt": ("mistral", {"sliding_window": 16}),
     "mistral_window_above_prompt": ("mistral", {"sliding_window": 128}),
-    "opt": (
-        "opt",
-        {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.0},
-    ),  # passes scaling=1.0
+    "opt": ("opt", OPT),  # passes scaling=1.0
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),  # one layer of each kind
     "qwen3": ("qwen3", {"head_dim": 16}),
     "phi3": ("phi3", {"sliding_window": 64}),
@@ -61,9 +48,7 @@ def draw_weights(model: torch.nn.Module, seed: int = 0) -> None:
             p.data.copy_(noise * 2.0 / math.sqrt(p.shape[-1]))
 
 
-def tiny(
-    model_type: str, attn_implementation: str = "eager", device: torch.device | str = "cpu", auto=AutoModelForCausalLM, **own
-):
+def tiny(model_type: str, attn_implementation: str = "eager", device="cpu", auto=AutoModelForCausalLM, **own):
     """A model of one type in fp32 and eval mode, from the common tiny config and its own part."""
     set_seed(0)
     config = CONFIG_MAPPING[model_type](**{**COMMON, **own})
@@ -77,6 +62,12 @@ def family(name: str, device: torch.device | str) -> PreTrainedModel:
     """The model of a family, which is created once; callers select its attention with `set_attn_implementation`."""
     model_type, own = FAMILIES[name]
     return tiny(model_type, device=device, **own)
+
+
+def generate(model, inputs, **options):
+    """Greedy tokens, or samples of seed 0."""
+    torch.manual_seed(0)
+    return model.generate(**inputs, **{"do_sample": False, **options})
 
 
 PADDINGS = ("no_padding", "left_padding", "holes")

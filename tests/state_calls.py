@@ -9,10 +9,10 @@ import itertools
 from functools import partial
 
 import torch
-from calls import as_kernel, attention
+from calls import At, as_kernel, attention
 from state import PROCESS, Interrupted, action
 from state_model import noise
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_fastattn
 
@@ -178,19 +178,6 @@ def continue_a_conversation(side, variant):
     else:
         side.kept = [other for other in side.kept if other[0] is not held[0]]
     side.given = _continued(side, held)
-
-
-class At(LogitsProcessor):
-    """Runs an action at the n-th token."""
-
-    def __init__(self, n: int, what):
-        self.left, self.what = n, what
-
-    def __call__(self, input_ids, scores):
-        if self.left == 0:
-            self.what()
-        self.left -= 1
-        return scores
 
 
 def _fail(error):

@@ -67,9 +67,7 @@ def point_data_elsewhere(side, variant):
 @action(2)
 def load_a_state_dict(side, variant):
     with torch.no_grad():
-        weights = {
-            name: tensor.roll(1, -1) if "mlp" in name else tensor.clone() for name, tensor in side.model.state_dict().items()
-        }
+        weights = {name: x.roll(1, -1) if "mlp" in name else x.clone() for name, x in side.model.state_dict().items()}
     side.model.load_state_dict(weights, assign=bool(variant))
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import fake_graph
+import models
 import pytest
 import torch
 from models import FAMILIES, prompts, tiny
@@ -17,17 +19,13 @@ from hf_fastattn.caches import layers
 from hf_fastattn.caches.storage import PreallocatedStorage
 from hf_fastattn.hf import Kind
 
+generate = partial(models.generate, max_new_tokens=12)
 ORDERS = {"swapped": (0, 2, 1, 3), "reversed": (3, 2, 1, 0), "the last first": (3, 0, 1, 2)}
 MODELS = {
     "llama": ("llama", {}),
     "windows": ("mistral", {"sliding_window": 16}),
     "both kinds": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
 }
-
-
-def generate(model, inputs, **options):
-    torch.manual_seed(0)
-    return model.generate(**inputs, **{"max_new_tokens": 12, "do_sample": False, **options})
 
 
 def ordered(name: str, order: tuple[int, ...], attention: str = "sdpa"):
@@ -123,10 +121,8 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "window, tokens, counts, operations", [(None, 50, [50, 50], 1), (8, 5, [5, 5], 1), (8, 700, [135, 700], 4)]
-)
-def test_counts_are_written_by_as_few_operations_as_they_need(window, tokens, counts, operations):
+@pytest.mark.parametrize("window, tokens, counts, number", [(None, 50, [50, 50], 1), (8, 5, [5, 5], 1), (8, 700, [135, 700], 4)])
+def test_counts_are_written_by_as_few_operations_as_they_need(window, tokens, counts, number):
     kind = Kind("full") if window is None else Kind("window", window)
     storage, states = PreallocatedStorage([kind] * 2, 1024), torch.ones(1, 2, tokens, 16)
     storage.sync(torch.device("cpu"))  # allocates the counts
@@ -134,7 +130,7 @@ def test_counts_are_written_by_as_few_operations_as_they_need(window, tokens, co
         layer.update(states, states)
     with Operations() as found:
         storage.sync(torch.device("cpu"))
-    assert storage.tracks[0].counts.tolist() == counts and len(found.names) == operations
+    assert storage.tracks[0].counts.tolist() == counts and len(found.names) == number
 
 
 def test_layers_that_did_not_run_continue_at_their_length():
@@ -196,27 +192,25 @@ def test_a_rolling_cache_refuses_layers_that_lack_tokens(monkeypatch, graph):
     fake_graph.use(monkeypatch, prompts=False)
     model = tiny("llama")
     inputs = prompts("no_padding", "cpu", rows=1)
+
+    def fail_then_refuse(given, cache):
+        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**given, past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match="was interrupted"):
+            model(**given, past_key_values=cache)
+
     with streams(model, graph=graph), torch.no_grad():
         cache = RollingCache(model)
         model(**inputs, past_key_values=cache)
-        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(inputs["input_ids"][:, :1], past_key_values=cache)
-        hook.remove()
-        with pytest.raises(ValueError, match="was interrupted"):
-            model(inputs["input_ids"][:, :1], past_key_values=cache)
+        fail_then_refuse({"input_ids": inputs["input_ids"][:, :1]}, cache)
         longer = {"input_ids": inputs["input_ids"][:, [0] * (cache.get_seq_length() + 1)]}
         with pytest.raises(ValueError, match="was interrupted"):
             generate(model, longer, past_key_values=cache)
         cache.reset()
         assert torch.equal(generate(model, inputs, past_key_values=cache), generate(model, inputs))
-        empty = RollingCache(model)
-        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(**inputs, past_key_values=empty)
-        hook.remove()
-        with pytest.raises(ValueError, match="was interrupted"):
-            model(**inputs, past_key_values=empty)
+        fail_then_refuse(inputs, RollingCache(model))
         twice = copy.deepcopy(model)
         twice.model.layers[1].self_attn.layer_idx = 0
         with pytest.raises(RuntimeError, match="one update by each layer"):

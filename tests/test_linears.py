@@ -10,12 +10,26 @@ import torch
 from calls import DEVICE, captured, runs_kernels
 from models import tiny
 from small_layers import Launches, small_model
+from torch.nn.functional import linear as torchs
 
 from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.kernels.host import gpu
 from hf_fastattn.patches.fused import delayed as merged
-from hf_fastattn.patches.fused import linears, residual, subclass
+from hf_fastattn.patches.fused import linears as projections
 from hf_fastattn.patches.fused import norms as fuse
+from hf_fastattn.patches.fused import residual, subclass
+
+if HAS_TRITON:
+    from hf_fastattn.kernels.decode import linear_rows
+    from hf_fastattn.kernels.decode.linear import Then, gated_linear, linear, linear_and_sum, linears, prepared, why_not
+    from hf_fastattn.kernels.host.counters import counters_of
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
 
 
 def new(*shape, dtype=torch.float16):
@@ -49,15 +63,11 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens, rows, size, kind", CASES)
 def test_a_linear_layers_error_is_that_of_torchs_own(tokens, rows, size, kind, dtype):
-    from hf_fastattn.kernels.decode.linear import gated_linear, linear
-
     if tokens > 1 and dtype == torch.bfloat16 and DEVICE == "cpu":
         pytest.skip("the interpreter multiplies no matrices in bfloat16")
-    torch.manual_seed(0)
     x, weight, up = new(tokens, 1, size, dtype=dtype), *(new(rows, size) / size**0.5 for _ in range(2))
     weight, up = weight.to(dtype), up.to(dtype)
     bias = new(rows, dtype=dtype) if kind == "bias" else None
-    torchs = torch.nn.functional.linear
     if act := ACTIVATIONS.get(kind):
         got, stock = gated_linear(x, weight, up, kind), act(torchs(x, weight)) * torchs(x, up)
         right = act(torchs(x.double(), weight.double())) * torchs(x.double(), up.double())
@@ -72,23 +82,17 @@ def test_a_linear_layers_error_is_that_of_torchs_own(tokens, rows, size, kind, d
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 100])
 def test_several_weights_at_once(rows, bias, tokens):
-    from hf_fastattn.kernels.decode.linear import linears
-
-    torch.manual_seed(0)
     x, weights = new(1, tokens, 1040), tuple(new(n, 1040) / 32 for n in rows)
     biases = tuple(new(n) for n in rows) if bias else ()
     got = linears(x, weights, biases)
-    assert len(got) == len(rows)
     for out, weight, own in zip(got, weights, biases or (None,) * len(rows), strict=True):
-        right = torch.nn.functional.linear(x.double(), weight.double(), None if own is None else own.double())
-        assert_as_torchs_own(out, torch.nn.functional.linear(x, weight, own), right)
+        right = torchs(x.double(), weight.double(), None if own is None else own.double())
+        assert_as_torchs_own(out, torchs(x, weight, own), right)
 
 
 @runs_kernels
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_sum_with_a_residual_has_the_roundings_of_two_operations(tokens):
-    from hf_fastattn.kernels.decode.linear import linear, linear_and_sum
-
     x, weight, bias, residual = new(tokens, 1040), new(33, 1040), new(33), new(tokens, 33)
     out, total = linear_and_sum(x, weight, bias, residual)
     assert torch.equal(out, linear(x, weight, bias)) and torch.equal(total, residual + out)
@@ -100,14 +104,8 @@ def test_a_sum_with_a_residual_has_the_roundings_of_two_operations(tokens):
 @pytest.mark.parametrize("rows", [(33,), (33, 70, 7)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_an_operation_on_the_first_result_has_the_roundings_of_two_operations(tokens, rows, dtype):
-    from hf_fastattn.kernels.decode.linear import Then, linears, prepared
-
-    torch.manual_seed(0)
-    x, weights, biases = (
-        new(tokens, 1040, dtype=dtype),
-        *(tuple(new(*n, dtype=dtype) for n in size) for size in ([(n, 1040) for n in rows], [(n,) for n in rows])),
-    )
-    weights = tuple(weight / 8 for weight in weights)
+    x, weights = new(tokens, 1040, dtype=dtype), tuple(new(n, 1040, dtype=dtype) / 8 for n in rows)
+    biases = tuple(new(n, dtype=dtype) for n in rows)
     weights[0][2], biases[0][3:6] = 0, torch.tensor([float("inf"), float("-inf"), float("nan")])
     alone = linears(x, weights, biases)
     for name, function in (ACTIVATIONS | {"mul": lambda y: y * 0.3}).items():
@@ -126,22 +124,18 @@ def test_an_operation_on_the_first_result_has_the_roundings_of_two_operations(to
 @runs_kernels
 def test_a_row_does_not_depend_on_the_others_and_repeats():
     """Also where a sum is split, of which any program may be the last."""
-    from hf_fastattn.kernels.decode import linear, linear_rows
-    from hf_fastattn.kernels.host.counters import counters_of
-
     x, weight = new(6, 2064), new(33, 2064)
     assert linear_rows.tiles(gpu.arch(x.device), gpu.num_sms(x.device), 6, [33], 2064, False).splits > 1
-    first = linear.linear(x, weight)
+    first = linear(x, weight)
     x[3:] = float("nan")
-    again = linear.linear(x, weight)
+    again = linear(x, weight)
     assert torch.equal(first[:3], again[:3]) and again[3:].isnan().all()
     assert not counters_of(x.device).any()
 
 
 @runs_kernels
+@torch.enable_grad()
 def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits(monkeypatch):
-    from hf_fastattn.kernels.decode.linear import gated_linear, linear, linears, why_not
-
     x, weight = torch.ones(1, 32, device=DEVICE, dtype=torch.float16), torch.ones(8, 32, device=DEVICE, dtype=torch.float16)
     assert torch.equal(linear(x[0], weight), torch.full((8,), 32.0, device=DEVICE, dtype=torch.float16))
     for wrong, said in {
@@ -174,14 +168,14 @@ def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits(monkeypatch):
 @pytest.fixture
 def linear_calls(monkeypatch):
     """For every launch of our kernels the activation of a gated pair, an operation on the result, or the number of weights."""
-    linear = pytest.importorskip("hf_fastattn.kernels.decode.linear")
-    calls, prepare = [], linear._prepare
+    module = pytest.importorskip("hf_fastattn.kernels.decode.linear")
+    calls, prepare = [], module._prepare
 
     def recorded(tensors, count, act, then, factor):
         start = prepare(tensors, count, act, then, factor)
         return start and (lambda *tensors: (calls.append(act or then or count), start(*tensors)))
 
-    monkeypatch.setattr(linear, "_prepare", recorded)
+    monkeypatch.setattr(module, "_prepare", recorded)
     return calls
 
 
@@ -190,7 +184,6 @@ PER_LAYER = {"llama": (1, 1, 2), "qwen2": (1, 1, 2), "gemma2": (1, 1, 2), "phi":
 
 
 @runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("family", PER_LAYER)
 def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
@@ -199,7 +192,7 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
     before = model(ids).logits
     found = fuse.find(model)
     fuse.fuse(fuse.Fusible([], [], found.mlps, found.linears))
-    joined = linears.join(model)
+    joined = projections.join(model)
     gated, projected, single = PER_LAYER[family]
     assert len(joined) == projected * model.config.num_hidden_layers
     assert torch.equal(model(ids).logits, before) and not linear_calls  # outside of a graph
@@ -210,15 +203,11 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
         joint = linear_calls.copy()
         linear_calls.clear()
         during = model(ids).logits
-    expected = ["gelu_tanh" if family == "gemma2" else "silu"] * gated
-    expected += [3] * projected
+    expected = ["gelu_tanh" if family == "gemma2" else "silu"] * gated + [3] * projected
+    layers = model.config.num_hidden_layers
     torch.testing.assert_close(many, before.repeat(128 // tokens, 1, 1), atol=2e-3, rtol=1e-2)
-    assert sorted(joint, key=str) == sorted(
-        expected * model.config.num_hidden_layers * (gpu.arch(ids.device) in (0, 90)), key=str
-    )
-    expected += [1] * single
-    expected = expected * model.config.num_hidden_layers + [1]  # the head
-    assert sorted(linear_calls, key=str) == sorted(expected, key=str)
+    assert sorted(joint, key=str) == sorted(expected * layers * (gpu.arch(ids.device) in (0, 90)), key=str)
+    assert sorted(linear_calls, key=str) == sorted((expected + [1] * single) * layers + [1], key=str)  # and the head
     torch.testing.assert_close(during, before, atol=2e-3, rtol=1e-2)
     subclass.restore([*joined, *found.mlps, *found.linears])
     assert not any(subclass.is_fused(module) for module in model.modules())
@@ -227,9 +216,9 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
 class Projections(torch.nn.Module):
     """The outline of an attention layer; `change` may change what its values are computed from."""
 
-    def __init__(self, change):
+    def __init__(self, change=torch.nn.Identity()):  # noqa: B008
         super().__init__()
-        for name in linears.PROJECTIONS:
+        for name in projections.PROJECTIONS:
             setattr(self, name, torch.nn.Linear(32, 16, bias=False, dtype=torch.float16, device=DEVICE))
         self.change = change
 
@@ -237,18 +226,19 @@ class Projections(torch.nn.Module):
         q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
         return q, k, self.v_proj(self.change(hidden_states))
 
+    def joined(self):
+        """A copy whose projections are computed together."""
+        ours = copy.deepcopy(self)
+        fuse.fuse(fuse.Fusible([], [], [], [ours.q_proj, ours.k_proj, ours.v_proj]))
+        assert projections.join(ours) == [ours]
+        return ours
+
 
 @runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("change", [torch.clone, lambda x: x.add_(1), torch.neg], ids=["a copy", "in place", "another"])
 def test_projections_of_other_inputs_are_not_computed_together(change, linear_calls):
-    torch.manual_seed(0)
-    stock = Projections(change)
-    ours = copy.deepcopy(stock)
-    fuse.fuse(fuse.Fusible([], [], [], [ours.q_proj, ours.k_proj, ours.v_proj]))
-    assert linears.join(ours) == [ours]
-    x = new(2, 32)
-    expected = stock(x.clone())
+    stock, x = Projections(change), new(2, 32)
+    ours, expected = stock.joined(), stock(x.clone())
     with captured():
         for calls in ([3, 1], [1, 1, 1]):  # the second time each on its own
             torch.testing.assert_close(ours(x.clone()), expected, atol=2e-3, rtol=1e-2)
@@ -268,41 +258,32 @@ def hook(module):
     module.register_forward_hook(lambda module, args, out: out * 2)
 
 
+CHANGES = {
+    "another": lambda layer: setattr(layer, "k_proj", torch.nn.Sequential(layer.k_proj, torch.nn.ReLU())),
+    "own forward": lambda layer: setattr(layer.k_proj, "forward", lambda x: 2 * x[..., :16]),
+    "no linear layer": lambda layer: setattr(layer, "k_proj", torch.nn.Identity()),
+    **{f.__name__: lambda layer, change=f: change(layer.k_proj) for f in (bias, pre_hook, hook)},
+}
+
+
 @runs_kernels
-@torch.no_grad()
-def test_projections_that_someone_changed_are_computed_one_by_one(linear_calls):
-    torch.manual_seed(0)
-    x = new(2, 32)
-
-    def another(layer):
-        layer.k_proj = torch.nn.Sequential(layer.k_proj, torch.nn.ReLU())
-
-    def own_forward(layer):
-        layer.k_proj.forward = lambda x: 2 * x[..., :16]
-
-    def no_linear(layer):
-        layer.k_proj = torch.nn.Identity()
-
-    of_the_keys = [lambda layer, change=change: change(layer.k_proj) for change in (bias, pre_hook, hook)]
-    for change in (another, own_forward, no_linear, *of_the_keys):
-        stock = Projections(torch.nn.Identity())
-        ours = copy.deepcopy(stock)
-        fuse.fuse(fuse.Fusible([], [], [], [ours.q_proj, ours.k_proj, ours.v_proj]))
-        linears.join(ours)
-        change(stock), change(ours)
-        with captured():
-            for _ in range(2):
-                torch.testing.assert_close(ours(x), stock(x), atol=2e-3, rtol=1e-2)
+@pytest.mark.parametrize("change", CHANGES)
+def test_projections_that_someone_changed_are_computed_one_by_one(linear_calls, change):
+    stock, x = Projections(), new(2, 32)
+    ours = stock.joined()
+    CHANGES[change](stock), CHANGES[change](ours)
+    with captured():
+        for _ in range(2):
+            torch.testing.assert_close(ours(x), stock(x), atol=2e-3, rtol=1e-2)
 
 
 def fused_for_graphs(model):
     found = fuse.find(model)
     fuse.fuse(found)
-    return [module for modules in (*found, linears.join(model), residual.join(model)) for module in modules]
+    return [module for modules in (*found, projections.join(model), residual.join(model)) for module in modules]
 
 
 @runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_the_layer_before_a_residual_connection_adds(family, tokens, linear_calls):
@@ -331,7 +312,6 @@ AFTER = {
 
 
 @runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("family", AFTER)
 def test_linear_layers_compute_the_operations_after_them(family, tokens, linear_calls):
@@ -347,20 +327,15 @@ def test_linear_layers_compute_the_operations_after_them(family, tokens, linear_
     assert not any(launches.count[name] for name in ("relu", "gelu", "silu"))
 
 
-def double_the_residual(module, args, out):
-    module.residual.mul_(2)
-
-
 RESULT_CHANGES = {
     "another": ("mlp", lambda module, args, out: out * 2),
     "in place": ("mlp", lambda module, args, out: out.mul_(2)),
     "a copy": ("self_attn.o_proj", lambda module, args, out: out.clone()),
-    "residual": ("mlp", double_the_residual),
+    "residual": ("mlp", lambda module, args, out: (module.residual.mul_(2), None)[1]),
 }
 
 
 @runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("change", RESULT_CHANGES)
 def test_a_result_that_is_changed_on_its_way_is_added_again(change):
     name, hook = RESULT_CHANGES[change]
@@ -369,9 +344,7 @@ def test_a_result_that_is_changed_on_its_way_is_added_again(change):
     for model in (stock, copy.deepcopy(stock)):
         layer = model.model.layers[0]
 
-        def keep(norm, args, mlp=layer.mlp):
-            mlp.residual = args[0]
-
+        keep = lambda norm, args, mlp=layer.mlp: setattr(mlp, "residual", args[0])  # noqa: E731
         layer.post_attention_layernorm.register_forward_pre_hook(keep)
         layer.get_submodule(name).register_forward_hook(hook)
         if model is not stock:
@@ -387,7 +360,7 @@ def test_joined_layers_are_copied_and_pickled():
     model = tiny("llama")
     layer = model.model.layers[0].self_attn
     fuse.fuse(fuse.Fusible([], [layer], [], [layer.q_proj, layer.k_proj, layer.v_proj]))
-    assert linears.join(model) == [layer]
+    assert projections.join(model) == [layer]
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(twin) is type(layer) and torch.equal(twin.q_proj.weight, layer.q_proj.weight)
         subclass.restore([twin])
@@ -405,7 +378,6 @@ def make_the_weight_an_attribute(layer):
     layer.weight = weight * 2
 
 
-@torch.no_grad()
 def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeypatch):
     """Weights computed for each call, code of other classes, wrapped tensors, autocast."""
     monkeypatch.setattr(subclass, "INTERPRETED", True)
@@ -417,11 +389,11 @@ def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeyp
     assert second.down_proj in found and second.up_proj in found
     assert first.down_proj not in found and first.up_proj not in found
 
-    def changed(change, x=None):
+    def changed(change, x=torch.ones(1, 8, dtype=torch.float16, device=DEVICE)):  # noqa: B008
         layer = torch.nn.Linear(8, 8, dtype=torch.float16, device=DEVICE)
         fuse.fuse(fuse.Fusible([], [], [], [layer]))
         change(layer)
-        layer(torch.ones(1, 8, dtype=torch.float16, device=DEVICE) if x is None else x)
+        layer(x)
 
     wrap = lambda tensor: torch.nn.Parameter(tensor.detach().as_subclass(Wrapped))  # noqa: E731
     with captured():
@@ -431,11 +403,9 @@ def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeyp
         changed(make_the_weight_an_attribute)
         with torch.autocast(DEVICE, torch.bfloat16):
             changed(lambda layer: None)
-    assert not linear_calls
 
 
 @runs_kernels
-@torch.no_grad()
 def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
     """Hooks and forward() of an instance, biases, weights computed for each call, layers of other classes."""
     model = tiny("llama").to(DEVICE, torch.float16)
@@ -443,26 +413,19 @@ def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
     fuse.fuse(fuse.find(fused))
     x = torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
 
-    def relu(act):
-        act.forward = torch.relu
-
-    def own_forward(layer):
-        layer.forward = lambda x: torch.nn.functional.linear(x, 2 * layer.weight)
-
     def other_class(layer):
         subclass.restore([layer])
         layer.__class__ = type("Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)})
 
-    layers = [
-        (name, change)
-        for name in ("gate_proj", "up_proj")
-        for change in (bias, own_forward, make_the_weight_an_attribute, other_class)
-    ]
+    own_forward = lambda layer: setattr(layer, "forward", lambda x: torchs(x, 2 * layer.weight))  # noqa: E731
+    of_layers = (bias, own_forward, make_the_weight_an_attribute, other_class)
+    layers = [(name, change) for name in ("gate_proj", "up_proj") for change in of_layers]
+    layers.append(("act_fn", lambda act: setattr(act, "forward", torch.relu)))
     hooks = [(name, change) for name in ("gate_proj", "up_proj", "act_fn") for change in (hook, pre_hook)]
     with captured():
         torch.testing.assert_close(fused(x), stock(x), atol=1e-3, rtol=1e-2)
         assert linear_calls == ["silu", 1]  # the gate, and the layer after it
-        for name, change in [("act_fn", relu), *layers, *hooks]:
+        for name, change in [*layers, *hooks]:
             theirs, ours = copy.deepcopy(stock), copy.deepcopy(fused)
             change(getattr(theirs, name)), change(getattr(ours, name))
             linear_calls.clear()

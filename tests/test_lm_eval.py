@@ -62,16 +62,9 @@ def test_answers_to_every_type_of_request_are_those_of_hf(chat, folder, manager,
     found = {}
     for name, own in (("hf", "attn_implementation=eager"), ("hf-fastattn", "backend=lean")):
         with hf_fastattn.count_calls() as calls:
-            found[name] = evaluator.simple_evaluate(
-                model=name,
-                model_args=f"pretrained={folder},dtype=float32,{own}",
-                tasks=["small"],
-                task_manager=manager,
-                device="cpu",
-                batch_size=2,
-                bootstrap_iters=0,
-                apply_chat_template=chat,
-            )
+            options = {"model_args": f"pretrained={folder},dtype=float32,{own}", "apply_chat_template": chat, "device": "cpu"}
+            options |= {"tasks": ["small"], "task_manager": manager, "batch_size": 2, "bootstrap_iters": 0}
+            found[name] = evaluator.simple_evaluate(model=name, **options)
     theirs, ours = map(samples, found.values())
     assert ours["small_needle"] == theirs["small_needle"] and any(flat(ours["small_needle"]))
     for task in ("small_text", "small_choice"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import models
 import pytest
 import torch
 import transformers
 from test_training import CHUNKED
-from transformers import AutoModel, AutoModelForSeq2SeqLM, DynamicCache, masking_utils
+from transformers import AutoModel, DynamicCache, masking_utils
 
 import hf_fastattn
 from hf_fastattn import registry
@@ -22,12 +23,8 @@ WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_
 PACKED = {"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}
 KINDS = {"plain": {}, "padded": {"attention_mask": True}, "window": WINDOW, "longer": {"kv_length": 32}, "dense": PACKED}
 KINDS["runs"] = {**WINDOW, "allow_is_causal_skip": False}
-KINDS["both sides"] = {
-    "local_size": 4,
-    "mask_function": masking_utils.sliding_window_bidirectional_mask_function(4),
-    "allow_is_causal_skip": False,
-    "allow_is_bidirectional_skip": True,
-}
+KINDS["both sides"] = {**WINDOW, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": True}
+KINDS["both sides"]["mask_function"] = masking_utils.sliding_window_bidirectional_mask_function(4)
 
 
 def make(kind: str, device) -> masks.Mask:
@@ -61,6 +58,8 @@ def test_a_sliced_mask_is_that_of_the_slice(kind, device, without_gradients):
         assert isinstance(part, masks.Mask) and torch.equal(part.dense(), mask.dense()[rows, :, queries])
         out = attend(q[rows, :, queries], k[rows], part)
         torch.testing.assert_close(out, whole[rows, queries], atol=1e-5, rtol=1e-5)
+    dense = reference.dense_attention(q, k, k, mask.dense()).transpose(1, 2)
+    torch.testing.assert_close(whole, dense.nan_to_num(0.0), atol=1e-5, rtol=1e-5)
     wider = torch.randn(2, 4, 7, 16, device=device)
     with pytest.raises(ValueError, match=r"made for 2 rows of 8 queries .* 2 rows of 7 queries"):
         attend(wider, k, mask)
@@ -130,31 +129,7 @@ def test_layers_compiled_one_by_one_take_it(kind, device):
 
 # ---- models ----
 
-MLA = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 8,
-}
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
 
 
 @pytest.mark.parametrize("padding", models.PADDINGS)
@@ -171,7 +146,7 @@ def test_minimax_makes_the_mask_of_a_step_for_one_key(padding, device):
 
 @torch.no_grad()
 def test_siglip2_pools_with_a_mask_that_it_repeats(device):
-    config = transformers.Siglip2VisionConfig(**VISION | {"patch_size": 4}, num_patches=16)
+    config = transformers.Siglip2VisionConfig(**VISION, patch_size=4, num_patches=16)
     model = transformers.Siglip2VisionModel._from_config(config).to(device).eval()
     live = torch.arange(16, device=device) < torch.tensor([[9], [16]], device=device)
     inputs = {"pixel_values": torch.randn(2, 16, 48, device=device), "pixel_attention_mask": live.long()}
@@ -192,47 +167,10 @@ def test_other_uses_of_a_repeated_mask_are_refused(read, device):
 
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
-@pytest.mark.parametrize("dense", [False, True])
-def test_git_does_not_call_the_interface(dense, padding, device):
-    model = models.tiny("git", device=device, vision_config=VISION, num_key_value_heads=4)
-    model.set_attn_implementation("lean")
-    inputs = models.prompts(padding, device)
-    if not dense:  # its forward() requests a mask with blocks
-        mask = masking_utils.create_causal_mask(
-            model.config, torch.zeros(3, models.PROMPT, 64), inputs.get("attention_mask"), None
-        )
-        inputs["attention_mask"] = mask
-        assert isinstance(mask, masks.Mask) and not isinstance(mask, masks.DenseMask)
-    with pytest.raises(ValueError, match="'lean' cannot be used here: Git computes attention in its own code"), torch.no_grad():
-        model(**inputs)
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
-def test_sparse_attention_is_refused(model_type, device):
-    model = models.tiny(model_type, "lean", device, **MLA)
-    with pytest.raises(
-        ValueError, match=r"Attention hands indices= .* 'lean' does not support|computes attention in its own code"
-    ):
-        model.generate(**models.prompts("no_padding", device), max_new_tokens=2)
-
-
-ENCODER_DECODER = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "decoder_ffn_dim": 96,
-    "decoder_start_token_id": 2,
-    "dropout": 0.0,
-}
-
-
-@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
 @torch.no_grad()
 def test_a_decoder_whose_modules_have_no_is_causal(padding, device):
-    own = {**ENCODER_DECODER, "num_experts": 4, "num_key_value_heads": 4}
+    own = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    own |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "dropout": 0.0, "num_experts": 4, "num_key_value_heads": 4}
     model = models.tiny("nllb-moe", device=device, auto=AutoModel, **own)
     inputs = {**models.prompts(padding, device), "decoder_input_ids": models.prompts("no_padding", device)["input_ids"][:, :20]}
     expected = model(**inputs).last_hidden_state
@@ -242,27 +180,13 @@ def test_a_decoder_whose_modules_have_no_is_causal(padding, device):
     assert calls["lean.prefill"] + calls["lean.decode"] == 6
 
 
-def test_a_model_that_adds_the_mask_to_its_own_scores(device):
-    own = {**ENCODER_DECODER, "attention_type": "original_full", "num_key_value_heads": 4}
-    model = models.tiny("bigbird_pegasus", "lean", device, AutoModelForSeq2SeqLM, **own)
-    with pytest.raises(ValueError, match="BigBirdPegasus computes attention in its own code"):
-        model.generate(**models.prompts("left_padding", device), max_new_tokens=2)
-
-
 @pytest.mark.parametrize("padding", models.PADDINGS)
 @pytest.mark.parametrize("keep", [1, 7, torch.tensor([3, 50])], ids=str)
 @torch.no_grad()
 def test_gemma4_slices_the_mask_for_layers_that_share_keys(keep, padding, device):
-    own = {
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "sliding_window": 16,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
+    own = {"num_hidden_layers": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "num_kv_shared_layers": 2}
+    own |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+    own["layer_types"] = ["sliding_attention", "full_attention"] * 2
     model = models.tiny("gemma4_text", device=device, **own)
     inputs = models.prompts(padding, device)
     keep = keep.to(device) if isinstance(keep, torch.Tensor) else keep
@@ -294,9 +218,7 @@ def two_sequences(device):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "mistral_window_below_prompt", "qwen2"])  # the last one has both kinds of layers
-@pytest.mark.parametrize(
-    "how, use_cache", [("position_ids", False), *((how, cached) for how in ("lengths", "both") for cached in (False, True))]
-)
+@pytest.mark.parametrize("how, use_cache", [("position_ids", False), *product(("lengths", "both"), (False, True))])
 def test_packed_sequences_do_not_see_one_another(how, use_cache, family, device):
     model = models.family(family, device)
     model.set_attn_implementation("lean")
@@ -395,11 +317,10 @@ def test_the_remedy_for_lengths_with_an_attention_mask(device):
     told = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "position_ids": positions}
     expected = torch.cat([model(part).logits for part in ids.split([8, 12], 1)], 1)
     rows = {"position_ids": positions.expand(2, -1), "use_cache": False}
-    read = model(ids).past_key_values
     refused = [
         (ids, {"attention_mask": torch.ones_like(ids)}),
         (ids, {"attention_mask": torch.ones(1, 1, 20, 20, dtype=torch.bool, device=device).tril()}),
-        (ids, {"past_key_values": read}),
+        (ids, {"past_key_values": model(ids).past_key_values}),
         (ids, {"past_key_values": transformers.StaticCache(config=model.config, max_cache_len=64)}),
         (ids.expand(2, -1), rows),
     ]
@@ -408,13 +329,7 @@ def test_the_remedy_for_lengths_with_an_attention_mask(device):
             model(text, **{**told, **given})
     for found in (model(ids, **told).logits, model(ids.expand(2, -1), **rows).logits):
         torch.testing.assert_close(found, expected.expand_as(found), atol=1e-3, rtol=1e-3)
-
-
-@torch.no_grad()
-def test_lengths_and_positions_that_differ_both_separate(device):
-    model, (ids, positions) = models.family("llama", device), two_sequences(device)
-    model.set_attn_implementation("lean")
-    lengths = torch.tensor([0, 5, 5, 20], device=device)
+    lengths = torch.tensor([0, 5, 5, 20], device=device)  # both separate
     found = model(ids, position_ids=positions, cu_seq_lens_q=lengths, use_cache=False).logits
     parts = zip(ids.split([5, 3, 12], 1), positions.split([5, 3, 12], 1), strict=True)
     expected = torch.cat([model(part, position_ids=at).logits for part, at in parts], 1)
@@ -538,12 +453,3 @@ def test_dense_attention_of_nan_is_nan_and_of_no_keys_is_0(softcap, sinks, devic
     sink_logits = torch.full((2,), float("-inf"), device=device) if sinks else None
     out = reference.dense_attention(q, k, k, mask, softcap=softcap, sink_logits=sink_logits)
     assert out[:, :, 0].isnan().all() and (out[:, :, 1] == 0).all() and out[:, :, 2].isfinite().all()
-
-
-@torch.no_grad()
-def test_dense_is_what_the_kernels_see(device):
-    for kind in KINDS:
-        mask = make(kind, device)
-        q, k = torch.randn(2, 4, 8, 16, device=device), torch.randn(2, 2, mask.shape[3], 16, device=device)
-        expected = reference.dense_attention(q, k, k, mask.dense()).transpose(1, 2)
-        torch.testing.assert_close(attend(q, k, mask), expected.nan_to_num(0.0), atol=1e-5, rtol=1e-5)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 
 import fake_graph
+import models
 import pytest
 import torch
 from cases import pairs
@@ -17,6 +19,7 @@ from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn.caches import buffers as buffers_of_layers
 from hf_fastattn.caches import layers, pool, ring
 
+generate = partial(models.generate, max_new_tokens=6)
 WINDOWED = "mistral_window_below_prompt"
 
 
@@ -53,11 +56,6 @@ class Buffers:
 @pytest.fixture
 def buffers(monkeypatch):
     return Buffers(monkeypatch)
-
-
-def generate(model, inputs, **options):
-    torch.manual_seed(0)
-    return model.generate(**inputs, **{"max_new_tokens": 6, "do_sample": False, **options})
 
 
 def patched(model, kind: str, graph: bool = True):
@@ -115,10 +113,6 @@ def fail(cache, model, tmp_path, error=RuntimeError):
     assert len(calls) == 3
 
 
-def interrupt(cache, model, tmp_path):
-    fail(cache, model, tmp_path, KeyboardInterrupt)
-
-
 def misuse(cache, model, tmp_path):
     with pytest.raises(ValueError, match="rows"):
         model(prompts("no_padding", "cpu", rows=2)["input_ids"], past_key_values=cache)
@@ -126,33 +120,26 @@ def misuse(cache, model, tmp_path):
         model(prompts("no_padding", "cpu")["input_ids"], past_key_values=cache)
 
 
-USES = [drop, grow, change_rows, start_again, copies, save_and_load, fail, interrupt, misuse]
+USES = {each.__name__: each for each in (drop, grow, change_rows, start_again, copies, save_and_load, fail, misuse)}
+USES["interrupt"] = lambda *args: fail(*args, KeyboardInterrupt)
+ROLLING = ("drop", "copies", "start_again", "fail", "interrupt")
+DROPPED = [(name, use) for name in ("llama", WINDOWED) for use in USES] + [("rolling", use) for use in ROLLING]
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("name", ["llama", WINDOWED])
+@pytest.mark.parametrize("name, use", DROPPED)
 def test_a_dropped_cache_frees_its_memory(buffers, name, use, tmp_path):
-    model = family(name, "cpu")
-    model.set_attn_implementation("sdpa")
-    cache = PreallocatedCache(model)
+    model = tiny("llama") if name == "rolling" else family(name, "cpu")
+    if name == "rolling":
+        patched(model, "rolling", graph=False)
+    else:
+        model.set_attn_implementation("sdpa")
+    cache = RollingCache(model) if name == "rolling" else PreallocatedCache(model)
     generate(model, prompts("left_padding", "cpu"), past_key_values=cache)
     with torch.no_grad():
-        use(cache, model, tmp_path)
+        USES[use](cache, model, tmp_path)
     assert buffers.count() >= 4
     del cache
     assert buffers.count() == 0
-
-
-@pytest.mark.parametrize("use", [drop, copies, start_again, fail, interrupt], ids=lambda use: use.__name__)
-def test_a_dropped_rolling_cache_frees_its_memory(buffers, use, tmp_path):
-    model = tiny("llama")
-    with patched(model, "rolling", graph=False):
-        cache = RollingCache(model)
-        generate(model, prompts("left_padding", "cpu"), past_key_values=cache)
-        use(cache, model, tmp_path)
-        assert buffers.count() >= 4
-        del cache
-        assert buffers.count() == 0
 
 
 @pytest.mark.parametrize("end", ["undo", "del", "del the model first", "deepcopy", "exception"])
@@ -203,11 +190,6 @@ def test_a_cache_that_outlives_its_model_keeps_only_its_own_memory(buffers, monk
     assert buffers.count() == 0
 
 
-def _checkpointed(model):
-    model.gradient_checkpointing_enable()
-    return model
-
-
 def _lora(model):
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -216,7 +198,7 @@ def _lora(model):
 TRAINED = {  # what a training step calls
     "model": lambda model: model,
     "part without the head": lambda model: model.base_model,
-    "with checkpoints": _checkpointed,
+    "with checkpoints": lambda model: model.gradient_checkpointing_enable() or model,
     "LoRA on top": _lora,
     "replica": lambda model: torch.nn.Module._replicate_for_data_parallel(model),
 }

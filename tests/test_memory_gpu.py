@@ -40,9 +40,8 @@ def converse(model, rows: int, length: int, padded: bool) -> None:
     mask = torch.ones_like(ids)
     if padded:
         mask[0, : length // 4] = 0
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=12, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
+    whole = {"return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **whole)
     assert out.past_key_values.get_seq_length() == length + 11 and len(out.logits) == 12
 
 

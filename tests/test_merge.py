@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import RUNNABLE
 
-import hf_fastattn
 from hf_fastattn import merge
 from hf_fastattn.kernels.spec import call
 
@@ -125,7 +124,3 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
 def test_parts_that_do_not_fit_are_refused(outs, lses, error, sentence):
     with pytest.raises(error, match=sentence):
         merge(outs, lses)
-
-
-def test_it_is_public():
-    assert hf_fastattn.merge is merge and "merge" in hf_fastattn.__all__

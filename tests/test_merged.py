@@ -23,7 +23,15 @@ from hf_fastattn.patches.fused import linears, subclass
 from hf_fastattn.patches.fused import norms as fuse
 from hf_fastattn.patches.graphs import graphs as graph
 
+pytestmark = runs_kernels
 SIZE = 96
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
 
 
 def same(a, b):
@@ -55,52 +63,43 @@ def fused_norms(dtype):
     return model
 
 
+OPERATIONS = {  # of the last result, another one of its shape, a number below 1, and a model of two norms and two linear layers
+    "add": lambda one, other, b, model: one + other if b < 0.5 else other + one,
+    "norm": lambda one, other, b, model: model[int(b * 2)](one),
+    "linear": lambda one, other, b, model: model[2 + int(b * 2)](one),
+    "relu": lambda one, other, b, model: torch.relu(one),
+    "mul": lambda one, other, b, model: one * 0.3,
+    "view": lambda one, other, b, model: one.reshape(-1, SIZE) if one.dim() == 3 else one.view(2, -1, SIZE),
+    "add a slice": lambda one, other, b, model: one + other[..., :1],
+    "mean": lambda one, other, b, model: one - other.mean(-1, keepdim=True),
+    "add one": lambda one, other, b, model: one + 1,
+}
+IN_PLACE = {"in place": lambda out: out[0].add_(1), "relu in place": lambda out: out[-1].relu_()}
+NAMES = [*OPERATIONS, *IN_PLACE, "add", "add", "norm", *["linear, relu"] * 2]
+
+
 def program(generator, length=12):
     """A random order of operations on the results so far: (operation, which results)."""
-    names = ["add", "add", "add", "norm", "norm", "mul", "view", "in place", "add a slice", "mean", "add one"]
-    names += ["linear", "relu", "linear, relu", "linear, relu", "relu in place"]
-    return [(generator.choice(names), generator.random(), generator.random()) for _ in range(length)]
+    return [(generator.choice(NAMES), generator.random(), generator.random()) for _ in range(length)]
 
 
 def execute(steps, model, x):
     """All results of a program. Most steps take the last result, as in a model."""
     out = [x.clone()]
-    for name, a, b in steps:
+    for names, a, b in steps:
         one, other = out[-1] if a < 0.7 else out[int(a * 7) % len(out)], out[int(b * len(out))]
-        other = other.reshape(one.shape)
-        if name == "add":
-            out.append(one + other if a < 0.5 else other + one)
-        elif name == "norm":
-            out.append(model[int(b * 2)](one))
-        elif "linear" in name:
-            out.append(model[2 + int(b * 2)](one))
-            if "relu" in name:
-                out.append(torch.relu(out[-1]))
-        elif name == "relu":
-            out.append(torch.relu(one))
-        elif name == "relu in place":
-            out[-1].relu_()
-        elif name == "mul":
-            out.append(one * 0.3)
-        elif name == "view":
-            out.append(one.reshape(-1, SIZE) if one.dim() == 3 else one.view(2, -1, SIZE))
-        elif name == "in place":
-            out[0].add_(1)
-        elif name == "add a slice":
-            out.append(one + other[..., :1])
-        elif name == "mean":
-            out.append(one - other.mean(-1, keepdim=True))
-        else:
-            out.append(one + 1)
+        if names in IN_PLACE:
+            IN_PLACE[names](out)
+            continue
+        for name in names.split(", "):
+            one = OPERATIONS[name](one, other.reshape(one.shape), b, model)
+            out.append(one)
     return out
 
 
-@runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_order_of_operations_has_the_same_results(dtype):
     generator = random.Random(0)
-    torch.manual_seed(0)
     model, merges, saved = fused_norms(dtype), 0, Counter()
     for _ in range(20):  # every new chain is a compilation on a GPU
         steps, x = program(generator), torch.randn(2, 2, SIZE, device=DEVICE).to(dtype)
@@ -117,8 +116,6 @@ def test_any_order_of_operations_has_the_same_results(dtype):
     assert (saved["relu"] > 3) == (dtype != torch.float32)  # our linear layers are of 16 bits
 
 
-@runs_kernels
-@torch.no_grad()
 def test_a_chain_is_one_launch_and_all_its_results_are_stored():
     model = fused_norms(torch.float16)
     x, a, b = (torch.randn(1, 3, SIZE, device=DEVICE).half() for _ in range(3))
@@ -140,8 +137,6 @@ def test_a_chain_is_one_launch_and_all_its_results_are_stored():
 SAVED = {"cohere2": 4, "gemma2": 8, "glm4": 8, "gpt_neox": 4, "granite": 8, "olmo2": 4, "opt": 5}
 
 
-@runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", *SAVED])
 def test_a_family_computes_the_same_bits(family):
     model, ids = small_model(family, DEVICE).half(), torch.arange(3, 9, device=DEVICE)[None]
@@ -157,22 +152,22 @@ def test_a_family_computes_the_same_bits(family):
     assert saved >= SAVED.get(family, 4)
 
 
-@runs_kernels
-@torch.no_grad()
+def norms_and_rotation(norm, family, count=2):
+    """Fused norms of heads, of which a third one has another epsilon, and the fused rotation of a family."""
+    norms = nn.ModuleList([norm_of_family(norm, 64) for _ in range(count)]).to(DEVICE, torch.float16)
+    for other in norms[2:]:
+        other.variance_epsilon = 0.5
+    fuse.fuse(fuse.Fusible(list(norms), [], [], []))
+    return norms, fuse._fused_rotation(reached(rotation_of_family(family)))
+
+
 @pytest.mark.parametrize("family", ROTATIONS)
 @pytest.mark.parametrize("norm", ["gemma3", "cohere2"])
 def test_norms_of_heads_are_one_launch_with_the_rotation(family, norm):
-    torch.manual_seed(0)
-    width, formula = ROTATIONS[family]
-    norms = nn.ModuleList([norm_of_family(norm, 64), norm_of_family(norm, 64)]).to(DEVICE, torch.float16)
-    fuse.fuse(fuse.Fusible(list(norms), [], [], []))
-    rotate = fuse._fused_rotation(reached(rotation_of_family(family)))
+    (width, formula), (norms, rotate) = ROTATIONS[family], norms_and_rotation(norm, family)
     q, k = (torch.randn(2, 3, heads, 64, device=DEVICE).half() for heads in (9, 2))
     cos, sin = (torch.randn(2, 3, width, device=DEVICE, dtype=torch.float16) for _ in range(2))
-
-    def heads(x):
-        return x.transpose(1, 2)
-
+    heads = lambda x: x.transpose(1, 2)  # noqa: E731
     normed = [norms[0](q), norms[1](k)]
     expected = rotate(*map(heads, normed), cos, sin)
     with Launches() as launches, merged.merged(norms):
@@ -182,15 +177,9 @@ def test_norms_of_heads_are_one_launch_with_the_rotation(family, norm):
     assert all(map(same, [*ours, *turned], [*normed, *expected]))
 
 
-@runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize(("family", "normed"), [("llama", True), ("glm4", True), ("deepseek_v3", False)])
 def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, normed):
-    torch.manual_seed(0)
-    width, _ = ROTATIONS[family]
-    norms = nn.ModuleList([norm_of_family("llama", 64), norm_of_family("llama", 64)]).to(DEVICE, torch.float16)
-    fuse.fuse(fuse.Fusible(list(norms), [], [], []))
-    rotate = fuse._fused_rotation(reached(rotation_of_family(family)))
+    (width, _), (norms, rotate) = ROTATIONS[family], norms_and_rotation("llama", family)
     q, k, v, long_v = (
         torch.randn(2, 2, heads, size, device=DEVICE).half().transpose(1, 2)
         for heads, size in ((7, 64), (2, 64), (2, 32), (2, 128))
@@ -223,14 +212,8 @@ def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, norm
     assert expected[2].abs().sum() > 0
 
 
-@runs_kernels
-@torch.no_grad()
 def test_norms_that_the_rotation_cannot_take_run_before_it():
-    torch.manual_seed(0)
-    norms = nn.ModuleList([norm_of_family("llama", 64) for _ in range(3)]).to(DEVICE, torch.float16)
-    norms[2].variance_epsilon = 0.5
-    fuse.fuse(fuse.Fusible(list(norms), [], [], []))
-    rotate = fuse._fused_rotation(reached(rotation_of_family("llama")))
+    norms, rotate = norms_and_rotation("llama", "llama", 3)
     q, k = (torch.randn(1, heads, 1, 64, device=DEVICE).half() for heads in (4, 2))
     cos = torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
     cases = {
@@ -248,8 +231,6 @@ def test_norms_that_the_rotation_cannot_take_run_before_it():
         assert all(map(same, got, expected)), name
 
 
-@runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
 def test_in_a_decode_graph_a_layer_has_one_launch_for_norms_and_rotation(family):
     model, ids = small_model(family, DEVICE).half(), torch.arange(3, 9, device=DEVICE)[None]
@@ -286,8 +267,6 @@ def steps_run(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of steps that run, and a graph's do not")
-@runs_kernels
-@torch.no_grad()
 def test_a_layer_of_opt_has_nine_launches(steps_run):
     """Two norms with a sum, the projections of q, k and v and the product of q, the append, attention and its merge, three linear
     layers, of which one has the activation."""
@@ -303,8 +282,6 @@ def test_a_layer_of_opt_has_nine_launches(steps_run):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of steps that run, and a graph's do not")
-@runs_kernels
-@torch.no_grad()
 def test_a_step_of_a_patched_model_has_no_launch_that_only_appends(monkeypatch, steps_run):
     names, call = [], launch.Launch.__call__
     monkeypatch.setattr(launch.Launch, "__call__", lambda self, *t: (names.append(self.kernel.fn.__name__), call(self, *t)))
@@ -324,28 +301,19 @@ def test_only_modules_of_torch_and_transformers_qualify():
     if not any(map(subclass.is_fused, model.modules())):
         pytest.skip("needs Triton")
     assert merged.qualifies(model)
-
-    def other(model):
-        model.model.layers[0].mlp.act_fn = type("Kernel", (nn.Module,), {"__module__": "package"})()
-
-    def own_forward(model):
-        model.model.layers[0].mlp.forward = lambda x: x
-
-    def convolution(model):
-        model.model.layers[0].mlp.extra = nn.Conv1d(2, 2, 1)
-
-    def compiled(model):
-        model.model.layers[1].compile(backend="eager")
-
-    for change in (other, own_forward, convolution, compiled):
+    changes = [
+        lambda model, mlp: setattr(mlp, "act_fn", type("Kernel", (nn.Module,), {"__module__": "package"})()),
+        lambda model, mlp: setattr(mlp, "forward", lambda x: x),
+        lambda model, mlp: setattr(mlp, "extra", nn.Conv1d(2, 2, 1)),
+        lambda model, mlp: model.model.layers[1].compile(backend="eager"),
+    ]
+    for change in changes:
         changed = copy.deepcopy(model)
-        change(changed)
+        change(changed, changed.model.layers[0].mlp)
         assert not merged.qualifies(changed)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="reads memory without an operation of torch")
-@runs_kernels
-@torch.no_grad()
 def test_what_is_delayed_runs_before_a_launch_of_this_package():
     class Kernel:
         arg_names = ("X",)
@@ -361,8 +329,6 @@ def test_what_is_delayed_runs_before_a_launch_of_this_package():
     assert (read[0] == (a + b).numpy()).all()
 
 
-@runs_kernels
-@torch.no_grad()
 def test_what_is_delayed_runs_before_queries_are_rotated_for_sinks():
     from hf_fastattn.kernels.decode.rotate import rotate
 
@@ -393,8 +359,6 @@ LINEAR = {  # operations after a linear layer, and whether its launch computes o
 }
 
 
-@runs_kernels
-@torch.no_grad()
 @pytest.mark.parametrize("case", LINEAR)
 def test_a_linear_layer_computes_the_operation_that_follows(case):
     together, after = LINEAR[case]
@@ -409,8 +373,6 @@ def test_a_linear_layer_computes_the_operation_that_follows(case):
     assert all(map(torch.equal, *((out if isinstance(out, tuple) else (out,)) for out in (got, expected))))
 
 
-@runs_kernels
-@torch.no_grad()
 def test_hooks_between_a_linear_layer_and_its_activation_are_kept():
     x = torch.randn(2, 2, SIZE, device=DEVICE).half()
     for place in ("after the layer", "before the activation"):
@@ -428,8 +390,6 @@ def test_hooks_between_a_linear_layer_and_its_activation_are_kept():
         assert torch.equal(got, expected) and launches.count["relu"] == 1
 
 
-@runs_kernels
-@torch.no_grad()
 def test_an_error_ends_the_mode():
     model = fused_norms(torch.float32)
     x = torch.randn(2, SIZE, device=DEVICE)

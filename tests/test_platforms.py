@@ -22,16 +22,9 @@ from hf_fastattn.kernels.host import gpu as host_gpu
 
 ROOT = Path(__file__).parent.parent
 
-# Three ways in which `import triton` fails. The last is that of a machine without Triton.
+# Two ways in which `import triton` fails. The last is that of a machine without Triton.
 BLOCKS = {
     "a name set to None": "sys.modules['triton'] = None",
-    "a finder that refuses": """
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition('.')[0] == 'triton':
-            raise ImportError(f'{name} is not for this platform')
-sys.meta_path.insert(0, Refuse())
-""",
     "not installed": """
 import importlib.machinery as machinery
 find = machinery.PathFinder.find_spec

@@ -28,8 +28,9 @@ from hf_fastattn.kernels.attention.prefill_hopper.item import BLOCK_M  # noqa: E
 from hf_fastattn.kernels.attention.prefill_hopper.merge import merge_shares  # noqa: E402
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
+from hf_fastattn.kernels.host import gpu  # noqa: E402
 from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, build_spans, segments, with_rows  # noqa: E402
-from hf_fastattn.kernels.spec import KV, PLAIN, Spec, call  # noqa: E402
+from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
 PARTS = (8, 40, 72, 80, 96, 104, 112, 136, 160, 192, 224)
@@ -142,10 +143,11 @@ def _tensor_gl():
     return types.SimpleNamespace(**same, arange=lambda a, b, layout: torch.arange(a, b), int64=torch.int64)
 
 
+GROUPS = [(4, 1, 130), (4, 4, 17), (4, 4, 65), (4, 2, 64), (7, 8, 33), (3, 2, 70), (71, 64, 1), (71, 8, 9)]
+
+
 @pytest.mark.parametrize("whole, splits", [(None, 1), (0, 3), (3, 2)])
-@pytest.mark.parametrize(
-    "group, pack, q_len", [(4, 1, 130), (4, 4, 17), (4, 4, 65), (4, 2, 64), (7, 8, 33), (3, 2, 70), (71, 64, 1), (71, 8, 9)]
-)
+@pytest.mark.parametrize("group, pack, q_len", GROUPS)
 def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, whole, splits):
     gl, kv_heads, batch = _tensor_gl(), 2, 2
     names = {"gl": gl, "tl": gl, "__builtins__": builtins}
@@ -184,52 +186,62 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the merge alone, interpreted")
-@pytest.mark.parametrize("group, pack, q_len, whole", [(1, 1, 130, 3), (4, 4, 40, 0), (3, 2, 70, 3), (7, 8, 20, 0)])
-def test_merged_shares_are_rows_of_their_heads(group, pack, q_len, whole):
-    batch, kv_heads, splits, dim = 2, 2, 3, 16
+@pytest.mark.parametrize(
+    "q_len, group, pack, whole, splits, section",
+    [(17, 4, 4, 0, 3, 4), (130, 2, 1, 11, 2, 2), (70, 3, 2, 13, 7, 8), (1, 71, 64, 1, 4, 2), (20, 7, 8, 0, 3, 2)],
+)
+def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits, section, monkeypatch):
+    """The kernel is not interpretable: torch computes its shares, from which the merge makes the rows of each block."""
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 2)
+    torch.manual_seed(0)
+    batch, kv_heads, head_dim, kv_len, block_n = 2, 2, 16, 700, 128
+    q = torch.randn(batch, kv_heads * group, q_len, head_dim)
+    k, v = (torch.randn(batch, kv_heads, kv_len, head_dim) for _ in range(2))
+    spec = Spec()
+    given = Call.of((q, *KV(k, v).tensors, None, None, None), KV(k, v).form, spec, True)
     num_packs, num_blocks = kv_heads * -(-group // pack), -(-q_len * pack // BLOCK_M)
-    sizes = (num_blocks, num_packs, batch * num_packs, 2)
-    blocks = num_blocks * num_packs * batch - whole
-    q, k = torch.randn(batch, kv_heads * group, q_len, dim), torch.zeros(batch, kv_heads, 1000, dim)
-    noise = torch.Generator().manual_seed(0)
-    acc = torch.randn(splits, blocks, BLOCK_M, dim, generator=noise)
-    m, l = torch.randn(2, splits, blocks, BLOCK_M, generator=noise)
-    l = l.abs() + 0.1
-    stats = torch.stack([m, l], 2)
-    given = Call.of((q, k, k, *[None] * 6), PLAIN, Spec(causal=False), True)
-    out, lse = checks.empty_outputs(q, dim, True)
-    out.fill_(torch.nan)
-    launch = merge_shares(given, pack, (*sizes, whole), splits, BLOCK_M, 128, acc.numel())
-    launch(out, lse, torch.cat([acc.flatten(), stats.flatten()]), q, q)
-
-    weights = torch.exp2(m - m.amax(0))
-    total = (weights * l).sum(0)
-    merged, merged_lse = (weights[..., None] * acc).sum(0) / total[..., None], (m.amax(0) + total.log2()) * math.log(2)
-    block_at = _as_python(plan.block_at)
-    written = torch.zeros(out.shape[:3], dtype=torch.bool)
-    for n in range(blocks):
-        block, index, row = block_at(whole + n, *sizes)
-        kv_head, first_head = index // (num_packs // kv_heads), index % (num_packs // kv_heads) * pack
-        for i in range(BLOCK_M):
-            query, head = (block * BLOCK_M + i) // pack, first_head + (block * BLOCK_M + i) % pack
-            if query < q_len and head < group:
-                place = row, kv_head * group + head, query
-                written[place] = True
-                torch.testing.assert_close(out[place], merged[n, i])
-                torch.testing.assert_close(lse[place], merged_lse[n, i])
-    assert torch.equal(written, ~out.isnan().any(-1)) and written.any()
+    order = (num_blocks, num_packs, batch * num_packs, section, whole)
+    cut = num_blocks * num_packs * batch - whole
+    stats_start = cut * splits * BLOCK_M * head_dim
+    workspace = torch.empty(stats_start + cut * splits * BLOCK_M * 2)
+    acc, stats = workspace[:stats_start].view(-1, BLOCK_M, head_dim), workspace[stats_start:].view(-1, 2, BLOCK_M)
+    out, lse = checks.empty_outputs(q, head_dim, True)
+    out.fill_(torch.nan), lse.fill_(torch.nan)
+    want, want_lse = reference.attention(q, KV(k, v), spec, return_lse=True)
+    scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * given.scale * math.log2(math.e)
+    scores = scores.masked_fill(~reference.visible(q_len, kv_len, q.device, None, True, None)[:, None], -math.inf)
+    untouched, block_at = torch.ones(batch, kv_heads * group, q_len, dtype=torch.bool), _as_python(plan.block_at)
+    for n in range(cut):
+        block, packed, row = block_at(whole + n, *order[:4])
+        kv_head, first_head = packed // (num_packs // kv_heads), packed % (num_packs // kv_heads) * pack
+        last_query = min((block * BLOCK_M + BLOCK_M - 1) // pack, q_len - 1)
+        tiles = -(-(kv_len - q_len + last_query + 1) // block_n)
+        shares = min(splits, tiles)
+        for share in range(shares):
+            keys = slice(share * tiles // shares * block_n, (share + 1) * tiles // shares * block_n)
+            local = torch.arange(BLOCK_M)
+            query, member = (block * BLOCK_M + local) // pack, first_head + local % pack
+            exists = (query < q_len) & (member < group)
+            local, query, head = local[exists], query[exists], kv_head * group + member[exists]
+            s = scores[row, head, query, keys]
+            m = s.amax(-1)
+            p = torch.exp2(s - m[:, None]).nan_to_num(0.0)  # a row may see no key of a share
+            acc[share * cut + n, local] = p @ v[row, kv_head, keys]
+            stats[share * cut + n, :, local] = torch.stack((m, p.sum(-1)))
+            untouched[row, head, query] = False
+    merge_shares(given, pack, order, splits, BLOCK_M, block_n, stats_start)(out, lse, workspace, q, q)
+    assert bool(whole) == bool(untouched.any()) and out[untouched].isnan().all() and lse[untouched].isnan().all()
+    torch.testing.assert_close(out[~untouched], want[~untouched])
+    torch.testing.assert_close(lse[~untouched], want_lse[~untouched])
 
 
 def test_heads_share_a_block_where_it_leaves_fewer_rows_empty():
+    """And where queries have intervals, unless that leaves more rows empty."""
     assert [pack_of(q_len, 4) for q_len in (17, 64, 65, 128, 200, 256, 300, 512)] == [4, 2, 4, 1, 4, 1, 4, 1]
     assert [pack_of(q_len, 1) for q_len in (1, 100, 1000)] == [1, 1, 1]
     assert pack_of(33, 7) == 8 and pack_of(1, 71) == 64 and pack_of(65, 71) == 8
-
-
-def test_heads_share_a_block_where_queries_have_intervals():
-    """Unless that leaves more rows empty."""
     assert [pack_of(4096, group, rows=True) for group in (1, 2, 3, 4, 6, 8, 71)] == [1, 2, 1, 4, 2, 8, 1]
-    assert pack_of(64, 4, rows=True) == 4 and pack_of(33, 7, rows=True) == pack_of(33, 7) == 8
+    assert pack_of(64, 4, rows=True) == 4 and pack_of(33, 7, rows=True) == 8
 
 
 def intervals(kind, batch, q_len, q_start, kv_len):
@@ -294,30 +306,22 @@ def _tile_loops(sass):
     return [loop for loop in loops if sum("BAR.ARV" in line for line in loop) == 1 and any("HGMMA" in line for line in loop)]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
-@pytest.mark.parametrize("head_dim, value_dim", [*((d, d) for d in (*WHOLE, 40, 80, 96, 112, 192, 224)), (192, 128), (64, 256)])
-def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, tmp_path):
-    assert_compiles(head_dim, value_dim, hopper.config(head_dim, value_dim), tmp_path)
+SHARES = {"HAS_SPANS": True, "HAS_SINK_LOGITS": True, "WRITE_LSE": True}
+COMPILED = [  # widths of heads, changes to the configuration, flags
+    *((d, dv, {}, {}) for d, dv in (*((d, d) for d in (*WHOLE, 40, 80, 96, 112, 192, 224)), (192, 128), (64, 256))),
+    *((d, d, {"split": True, "pack": n}, SHARES) for d, n in ((64, 8), (96, 1), (128, 1), (128, 4), (256, 64))),
+    *(
+        (d, d, {"rows": True, "pack": n, "exp2_on_fma": 0}, {"HAS_SPANS": True, "WRITE_LSE": True})  # intervals
+        for d, n in ((128, 4), (256, 2))
+    ),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
-@pytest.mark.parametrize("head_dim, pack", [(128, 4), (256, 2)])
-def test_intervals_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
-    config = replace(hopper.config(head_dim, head_dim), rows=True, pack=pack, exp2_on_fma=0)
-    assert_compiles(head_dim, head_dim, config, tmp_path, HAS_SPANS=True, WRITE_LSE=True)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU compiles what it runs")
-@pytest.mark.parametrize("head_dim, pack", [(64, 8), (96, 1), (128, 1), (128, 4), (256, 64)])
-def test_shares_and_packed_heads_compile_for_hopper_without_a_gpu(head_dim, pack, tmp_path):
-    config = replace(hopper.config(head_dim, head_dim), split=True, pack=pack)
-    assert_compiles(head_dim, head_dim, config, tmp_path, HAS_SPANS=True, HAS_SINK_LOGITS=True, WRITE_LSE=True)
-
-
-def assert_compiles(head_dim, value_dim, config, tmp_path, **flags):
+@pytest.mark.parametrize("head_dim, value_dim, changes, flags", COMPILED)
+def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, changes, flags, tmp_path):
+    config = replace(hopper.config(head_dim, value_dim), **changes)
     kernel = _compile(head_dim, value_dim=value_dim, config=config, **flags)
     ptx = kernel.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "setmaxnreg" in ptx
@@ -373,36 +377,6 @@ CASES = [
     *(Case(f"d{d}-fp16", head_dim=d, dtype=torch.float16, q_len=777, kv_len=777) for d in (*WHOLE, *PARTS)),
     *(Case(f"d{d}v{v}", head_dim=d, value_dim=v, q_len=511, kv_len=511)
       for d, v in ((192, 128), (128, 192), (96, 64), (64, 200))),
-    Case("d192v128-holes", head_dim=192, value_dim=128, spans=True, q_len=500, kv_len=700, q_offset=100, mask="holes"),
-    Case("seq-first", seq_first=True, q_len=640, kv_len=640),
-    Case("mqa", heads=8, kv_heads=1, q_len=257, kv_len=257),
-    Case("group-3", heads=9, kv_heads=3, head_dim=64),
-    Case("chunk", q_len=200, kv_len=1333),
-    Case("chunk-full", q_len=200, kv_len=1333, causal=False),
-    Case("queries-before-keys", q_len=400, kv_len=150),
-    Case("one-key", q_len=100, kv_len=1, causal=False),
-    *(Case(f"window-{w}-{'causal' if c else 'full'}", q_len=900, kv_len=900, window=w, causal=c)
-      for w in (1, 100, 128, 400) for c in (True, False)),
-    Case("window-chunk", q_len=300, kv_len=2000, window=256),
-    Case("softcap", softcap=20.0, head_dim=256),
-    Case("softcap-full", softcap=5.0, causal=False, head_dim=64),
-    Case("sinks", sinks=True),
-    Case("sinks-window", sinks=True, window=64, head_dim=64, q_len=600, kv_len=600),
-    *(Case(f"d{d}-static-cache", head_dim=d, spans=True, q_len=300, kv_len=1024, q_offset=37)
-      for d in (*WHOLE, 80, 96, 112, 192)),
-    Case("static-cache-first", spans=True, q_len=300, kv_len=2048, q_offset=0),
-    Case("static-cache-full", spans=True, q_len=300, kv_len=1024, q_offset=0, causal=False, mask="right"),
-    Case("static-cache-window", spans=True, q_len=300, kv_len=1024, q_offset=500, window=200),
-    Case("left-padding", spans=True, q_len=500, kv_len=500, q_offset=0, mask="left"),
-    Case("right-padding", spans=True, q_len=500, kv_len=500, q_offset=0, mask="right"),
-    Case("left-padding-cache", spans=True, q_len=300, kv_len=800, q_offset=200, mask="left", sinks=True),
-    *(Case(f"d{d}-holes", head_dim=d, spans=True, q_len=500, kv_len=700, q_offset=100, mask="holes")
-      for d in (*WHOLE, 80, 96, 112, 192)),
-    *(Case(f"d{d}-window-softcap-sinks", head_dim=d, q_len=600, kv_len=1100, window=200, softcap=20.0, sinks=True)
-      for d in (80, 96, 112, 192)),
-    *(Case(f"d{d}-right-padding-seq-first", head_dim=d, spans=True, q_len=500, kv_len=500, q_offset=0, mask="right",
-           seq_first=True) for d in (72, 80, 96, 112)),
-    Case("holes-full", spans=True, q_len=500, kv_len=500, q_offset=0, mask="holes", causal=False, softcap=30.0, sinks=True),
 ]  # fmt: skip
 
 
@@ -535,6 +509,7 @@ PACKED = [
     Case("packed-seq-first", heads=32, seq_first=True, q_len=130, kv_len=700),
     Case("packed-queries-before-keys", heads=8, q_len=400, kv_len=150),
 ]  # fmt: skip
+assert all(pack_of(case.q_len, case.heads // case.kv_heads) > 1 for case in PACKED)
 
 
 _rows = Case("rows", spans=True, q_offset=0, q_len=700, kv_len=700, intervals="documents")
@@ -574,11 +549,6 @@ def test_results_of_shares_are_correct(case, whole, splits, nan_filled, monkeypa
     assert launches
 
 
-@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.name)
-def test_packed_cases_are_packed(case):
-    assert pack_of(case.q_len, case.heads // case.kv_heads) > 1
-
-
 @on_hopper
 @pytest.mark.parametrize("case", [c for c in PACKED if c.q_len >= hopper.MIN_ROWS], ids=lambda case: case.name)
 def test_packed_heads_are_right_in_one_launch(case, nan_filled):
@@ -593,14 +563,6 @@ def test_a_chat_turn_after_a_long_context_is_split_and_repeatable():
     cut = partial(call, partial(hopper.prefill, shares=True))
     first, whole = cut(q, k, v), call(hopper.prefill, q, k, v)
     assert torch.equal(first, cut(q, k, v)) and (first.double() - whole.double()).abs().max() < 1e-3
-
-
-@on_hopper
-def test_without_lse(nan_filled):
-    q, k, v, spans, options = make(Case("plain"))
-    assert torch.equal(
-        call(hopper.prefill, q, k, v, spans, **options), call(hopper.prefill, q, k, v, spans, return_lse=True, **options)[0]
-    )
 
 
 @on_hopper

@@ -12,24 +12,12 @@ import warnings
 
 import processes
 import pytest
+import test_ranks
 import torch
 import torch.distributed as dist
 from conftest import DEVICE
 from models import COMMON, FAMILIES, prompts, tiny
-from test_ranks import (
-    BIASES,
-    NEW,
-    SHARED,
-    Puts,
-    StopsAt,
-    divide_by_zero,
-    generate,
-    graphs_of,
-    interrupt,
-    outcome,
-    results,
-    tokens_and_logits,
-)
+from test_ranks import NEW, divided, generate, graphs_of, outcome, results, tokens_and_logits
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -53,7 +41,7 @@ MODES = {
     "sequence": {"kv_sharding": "sequence"},
     "sequence over collectives": {"kv_sharding": "sequence", "peer_memory": False},
 }
-NAMES = {2: SHARED, 4: ["llama", "qwen2", "gpt_oss"], 8: ["llama", "qwen2", "gpt_oss"]}  # by the number of ranks
+NAMES = {2: test_ranks.SHARED, 4: ["llama", "qwen2", "gpt_oss"], 8: ["llama", "qwen2", "gpt_oss"]}  # by the number of ranks
 NO_NCCL = "Ranks share GPUs, which those of NCCL cannot."
 OWN_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 EIGHT = {"num_attention_heads": 8, "head_dim": 16}  # for eight ranks
@@ -76,18 +64,9 @@ def pair(name: str, dtype: torch.dtype = torch.float32, **own):
     """A tiny model on the GPU of the rank, and its copy that all ranks share."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model_type, config = BIASES.get(name) or FAMILIES[name]
+    model_type, config = test_ranks.BIASES.get(name) or FAMILIES[name]
     one = tiny(model_type, device=own_device(), **{**config, **own}).to(dtype)
-    state = {name: tensor.clone() for name, tensor in one.state_dict().items()}
-    made = type(one).from_pretrained(
-        None,
-        config=one.config,
-        state_dict=state,
-        attn_implementation="eager",
-        dtype=dtype,
-        distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
-    )
-    return one, made.eval()
+    return one, divided(one, DistributedConfig(tp_size=dist.get_world_size()), dtype=dtype)
 
 
 def bits(tensors) -> str:
@@ -169,7 +148,7 @@ def decoded(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", test_ranks.SHARED)
 def test_tokens_are_those_of_one_gpu_and_logits_the_same_bits_on_all_ranks(decoded, name, mode):
     dtype, found = decoded
     if name not in found[0]:
@@ -310,12 +289,12 @@ def test_rings_over_nccl_are_right(tmp_path, count):
 # ---- failures ----
 
 
-class Stops(StopsAt):
+class Stops(test_ranks.StopsAt):
     def __call__(self, ids, scores, **kwargs):
         return super().__call__(ids, scores).to(ids.device)
 
 
-class Kills(Puts):
+class Kills(test_ranks.Puts):
     """Kills its process with the third token."""
 
     def __init__(self):
@@ -325,7 +304,8 @@ class Kills(Puts):
 def fail(rank: int, how: str, mode: str) -> list:
     one, model = pair("llama")
     inputs = prompts("left_padding", one.device)
-    act = {"raises": lambda: Puts(divide_by_zero), "is interrupted": lambda: Puts(interrupt), "is killed": Kills}.get(how)
+    puts = lambda act: lambda: test_ranks.Puts(act)  # noqa: E731
+    act = {"raises": puts(test_ranks.divide_by_zero), "is interrupted": puts(test_ranks.interrupt), "is killed": Kills}.get(how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with hf_fastattn.patch(model, "lean", **MODES[mode]) as patch:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 import warnings
 
 import processes
 import pytest
 import torch
 from models import prompts, tiny
-from test_ranks import NEW, generate, graphs_of, of_family, outcome, results, shared
+from test_ranks import NEW, Scene, generate, graphs_of, is_like, of_family, other_modes, outcome, results, shared
 from transformers import DynamicCache
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
 from hf_fastattn.caches import shared as shared_cache
 from hf_fastattn.patches.calls import unpadded
+from hf_fastattn.patches.ranks import ranks
 
 pytestmark = [processes.HIDDEN, pytest.mark.xdist_group("ranks")]
 # llama has 2 KV heads, fewer than 4 ranks; the plan of gpt_oss divides no heads; one layer of qwen2 and gpt_oss has a window.
@@ -61,9 +61,8 @@ def decode_all(rank: int, count: int) -> dict:
 def decoded(tmp_path_factory):
     for name in NAMES[2]:
         of_family(name)  # before the fork
-    return {
-        count: results(processes.run(tmp_path_factory.mktemp("sequence"), count, decode_all, count, limit=240)) for count in NAMES
-    }
+    run = lambda count: processes.run(tmp_path_factory.mktemp("sequence"), count, decode_all, count, limit=240)  # noqa: E731
+    return {count: results(run(count)) for count in NAMES}
 
 
 @pytest.mark.slow
@@ -98,28 +97,9 @@ def test_collectives_of_a_step(decoded):
 # ---- calls of other kinds ----
 
 
-class Scene:
-    """One model on several ranks, patched again for each scene."""
-
-    def __init__(self, rank: int, count: int):
-        self.rank = rank
-        self.one, self.inputs = of_family("llama"), prompts("left_padding", "cpu")
-        self.model = shared(self.one, count)
-
-    def same(self, **options) -> bool:
-        inputs = {name: value[1:2] for name, value in self.inputs.items()}
-        want = generate(self.one, inputs, **{**options, "prefill_chunk_size": None})
-        return torch.equal(generate(self.model, inputs, **options), want)
-
-
-def other_modes(scene: Scene) -> list:
-    found = [scene.same(**o) for o in ({"num_beams": 2}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 40})]
-    return [*found, scene.patch.captures > 0, scene.patch.uncaptured]
-
-
 def a_copied_cache(scene: Scene) -> list[bool]:
     """The text of a cache continued twice, once under inference_mode."""
-    cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+    cache = scene.cache()
     copied = copy.deepcopy(cache)
     inputs = {
         "input_ids": torch.cat([generate(scene.one, scene.inputs), torch.full((3, 5), 9)], 1),
@@ -162,20 +142,17 @@ def other_caches(scene: Scene) -> list:
     return [*found, scene.patch.reasons]
 
 
-def gradients(scene: Scene) -> list[float]:
-    """The largest difference of the gradient of each projection from that on one process."""
-    ids = scene.inputs["input_ids"]
+def gradients(scene: Scene) -> bool:
+    """Whether the gradient of each projection is that on one process."""
+    ids, parameters = scene.inputs["input_ids"], dict(scene.one.named_parameters())
     for model in (scene.model, scene.one):
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
-    pairs = zip(scene.model.model.layers, scene.one.model.layers, strict=True)
-    pairs = [(mine.self_attn, other.self_attn) for mine, other in pairs]
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    grads = [[getattr(each, name).weight.grad for each in pair] for pair in pairs for name in names]
-    found = [(mine.full_tensor() - other).abs().max().item() for mine, other in grads]
+    mine = {name: p for name, p in scene.model.named_parameters() if "self_attn" in name}
+    found = all((p.grad.full_tensor() - parameters[name].grad).abs().max() < 1e-5 for name, p in mine.items())
     for model in (scene.model, scene.one):
         model.zero_grad()
-    return found
+    return found and len(mine) == 8
 
 
 def a_wrapped_forward(scene: Scene) -> list[bool]:
@@ -196,13 +173,13 @@ def a_wrapped_forward(scene: Scene) -> list[bool]:
 
 def a_dense_mask(scene: Scene) -> str:
     with torch.no_grad():
-        cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+        cache = scene.cache()
         mask = torch.ones(3, 1, 1, cache.get_seq_length() + 1, dtype=torch.bool)
         return outcome(lambda: scene.model(torch.full((3, 1), 5), attention_mask=mask, past_key_values=cache))
 
 
 def an_unpatched_model(scene: Scene) -> str:
-    cache = generate(scene.model, scene.inputs, return_dict_in_generate=True).past_key_values
+    cache = scene.cache()
     scene.patch.undo()
     ids = torch.cat([scene.inputs["input_ids"], torch.full((3, 9), 5)], 1)
     return outcome(lambda: generate(scene.model, {"input_ids": ids}, past_key_values=cache))
@@ -210,29 +187,22 @@ def an_unpatched_model(scene: Scene) -> str:
 
 def other_heads(scene: Scene) -> list[str]:
     """Layers whose heads are not those of the plan, as if the plan named the projections otherwise."""
-    shares, found = scene.patch._generation.caches.shares, []
-    for heads in ([(4, 1)] * 2, [(8, 2)] * 2):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(shares, "heads", heads)
-            found.append(outcome(lambda: generate(scene.model, scene.inputs)))
-    return found
+    shares = scene.patch._generation.caches.shares
+    return [scene.replacing(shares, "heads", heads) for heads in ([(4, 1)] * 2, [(8, 2)] * 2)]
 
 
 def too_little_memory(scene: Scene) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_fastattn.patches.ranks.ranks.free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
-        return outcome(lambda: generate(scene.model, scene.inputs))
+    return scene.replacing(ranks, "free_bytes", lambda device: 1000 if scene.rank else 1 << 40)
 
 
 def other_settings(scene: Scene) -> list[str]:
     scene.patch.undo()
-    model = scene.model
-    windows = shared(of_family("mistral_window_below_prompt"))
+    patch = lambda model, *args, **options: outcome(lambda: hf_fastattn.patch(model, *args, **options))  # noqa: E731
     return [
-        outcome(lambda: hf_fastattn.patch(model, "lean", kv_sharding="heads" if scene.rank else "sequence")),
-        outcome(lambda: hf_fastattn.patch(model, "streaming", window=8, kv_sharding="sequence")),
-        outcome(lambda: hf_fastattn.patch(model, "lean", cache=None, graph=False, kv_sharding="sequence")),
-        outcome(lambda: hf_fastattn.patch(windows, kv_sharding="sequence")),
+        patch(scene.model, "lean", kv_sharding="heads" if scene.rank else "sequence"),
+        patch(scene.model, "streaming", window=8, kv_sharding="sequence"),
+        patch(scene.model, "lean", cache=None, graph=False, kv_sharding="sequence"),
+        patch(shared(of_family("mistral_window_below_prompt")), kv_sharding="sequence"),
     ]
 
 
@@ -261,9 +231,41 @@ def played(tmp_path_factory):
     return {count: results(processes.run(tmp_path_factory.mktemp("scenes"), count, play, count, limit=240)) for count in SCENES}
 
 
+NO_SHARES = 'ValueError: K and V are shared out over ranks .kv_sharding="sequence"., and .* would need all of them'
+NEEDS = "ValueError: kv_sharding=.sequence. needs cache=.preallocated.; got a cache of "
+EXPECTED = {  # by name of the scene: its result on every rank
+    "other_modes": [True, True, True, True, 0],
+    "a_copied_cache": [True, True],
+    "other_caches": [
+        True,
+        True,
+        True,
+        [f"{hf.CACHE} is a {name}, not a SharedCache" for name in ("DynamicCache", "PreallocatedCache")],
+    ],
+    "gradients": True,  # with fewer KV heads than ranks
+    "a_wrapped_forward": [True] * 3,
+    "a_dense_mask": NO_SHARES,
+    "an_unpatched_model": NO_SHARES,
+    "other_heads": [
+        "ValueError: Layer 0 has 1 of 1 KV heads on each rank, which its plan does not say",
+        "ValueError: Layer 0 has 2 of 8 query heads on each rank, which its plan does not say",
+    ],
+    "too_little_memory": "MemoryError: .*on rank 1",
+    "other_settings": [
+        "ValueError: The ranks .*kv_sharding is 'sequence' on rank 0 and 'heads' on rank 1",
+        NEEDS + "'rolling'",
+        NEEDS + "None",
+        "ValueError: Every layer of MistralForCausalLM has a sliding window",
+    ],
+    "left": [],
+}
+
+
 @pytest.mark.slow
-def test_beams_speculation_and_chunks_of_a_prompt(played):
-    assert [found["other_modes"] for found in played[2]] == 2 * [[True, True, True, True, 0]]
+@pytest.mark.parametrize("name", EXPECTED)
+def test_results_of_all_ranks(played, name):
+    for found in (each for ended in played.values() for each in ended if name in each):
+        assert is_like(found[name], EXPECTED[name]), found[name]
 
 
 @pytest.mark.slow
@@ -274,49 +276,44 @@ def test_a_chat_grows_the_shares(played):
     assert text - MESSAGES[-1] - NEW < 256 < text and played[4][0]["a_chat"][3] == 512  # it grows before the last message
 
 
-@pytest.mark.slow
-def test_a_copied_cache_has_shares_of_its_own(played):
-    assert [found["a_copied_cache"] for found in played[4]] == 4 * [[True, True]]
+def with_ranks(count: int, change=lambda model: None, **own):
+    """A model that is divided among ranks, or would be."""
+    model = tiny("llama", **own)
+    model._tp_size = count
+    change(model)
+    return model
 
 
-@pytest.mark.slow
-def test_other_caches_have_the_heads_of_the_rank(played):
-    for found in played[4]:
-        *same, reasons = found["other_caches"]
-        assert same == [True, True, True]
-        for name, reason in zip(("DynamicCache", "PreallocatedCache"), reasons, strict=True):
-            assert reason == f"{hf.CACHE} is a {name}, not a SharedCache"
+def uneven(model):
+    """A layer with more KV heads than its configuration says, as of MiMo-V2."""
+    model.model.layers[1].self_attn.k_proj = torch.nn.Linear(64, 64)
 
 
-@pytest.mark.slow
-def test_gradients_with_fewer_kv_heads_than_ranks(played):
-    for found in played[4]:
-        assert max(found["gradients"]) < 1e-5, found["gradients"]
+REFUSED = {
+    "are computed together with its queries, and 4 ranks are more than KV heads": lambda: with_ranks(
+        4, lambda model: setattr(model, "_tp_plan", {"layers.*.self_attn.query_key_value": "colwise"})
+    ),
+    "differ from layer to layer, and 4 ranks are more than KV heads": lambda: with_ranks(4, uneven),
+    "are computed with adapters": lambda: with_ranks(
+        4, lambda model: setattr(model.model.layers[1].self_attn.v_proj, "base_layer", torch.nn.Linear(64, 32))
+    ),
+    "6 query heads and 3 KV heads, which cannot be divided among 2 ranks": lambda: with_ranks(
+        2, hidden_size=96, num_attention_heads=6, num_key_value_heads=3
+    ),
+    "latent attention": lambda: tiny("deepseek_v3", **LATENT),
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 
 
-@pytest.mark.slow
-def test_a_forward_of_the_user_stays(played):
-    assert [found["a_wrapped_forward"] for found in played[4]] == 4 * [[True] * 3]
+@pytest.mark.parametrize("said", REFUSED)
+def test_models_that_cannot_be_shared_out_are_refused(said, monkeypatch):
+    if said.startswith(("differ", "are computed with adapters")):
+        monkeypatch.setattr(hf_fastattn.hf.parallel, "computes_part", lambda module: True)
+    with pytest.raises(ValueError, match=said):
+        hf_fastattn.hf.heads_of_ranks(REFUSED[said]())
 
 
-@pytest.mark.slow
-def test_refusals(played):
-    shares = 'ValueError: K and V are shared out over ranks .kv_sharding="sequence"., and .* would need all of them'
-    for found in played[2]:
-        assert re.match(shares, found["a_dense_mask"]) and re.match(shares, found["an_unpatched_model"])
-        kv_heads, heads = found["other_heads"]
-        assert re.match("ValueError: Layer 0 has 1 of 1 KV heads on each rank, which its plan does not say", kv_heads)
-        assert re.match("ValueError: Layer 0 has 2 of 8 query heads on each rank, which its plan does not say", heads)
-        assert re.match("MemoryError: .*on rank 1", found["too_little_memory"])
-        ranks, streaming, without, windows = found["other_settings"]
-        assert re.match("ValueError: The ranks .*kv_sharding is 'sequence' on rank 0 and 'heads' on rank 1", ranks)
-        assert re.match("ValueError: kv_sharding=.sequence. needs cache=.preallocated.; got a cache of 'rolling'", streaming)
-        assert re.match("ValueError: kv_sharding=.sequence. needs cache=.preallocated.; got a cache of None", without)
-        assert re.match("ValueError: Every layer of MistralForCausalLM has a sliding window", windows)
-        assert found["left"] == []
-
-
-def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
+def test_what_is_no_shared_model_is_refused():
     model = tiny("llama")
     with pytest.raises(ValueError, match="over the ranks of tensor parallelism, and this LlamaForCausalLM is on one"):
         hf_fastattn.patch(model, kv_sharding="sequence")
@@ -324,28 +321,6 @@ def test_models_that_cannot_be_shared_out_are_refused(monkeypatch):
         hf_fastattn.patch(model, kv_sharding="tokens")
     with pytest.raises(TypeError, match="belongs to a process group"):
         shared_cache.SharedCache(model)
-    latent = tiny(
-        "deepseek_v3", kv_lora_rank=16, q_lora_rank=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1
-    )
-    with pytest.raises(ValueError, match="latent attention"):
-        hf_fastattn.hf.heads_of_ranks(latent)
-    fused = tiny("llama")
-    fused._tp_size, fused._tp_plan = 4, {"layers.*.self_attn.query_key_value": "colwise"}
-    with pytest.raises(ValueError, match="are computed together with its queries, and 4 ranks are more than KV heads"):
-        hf_fastattn.hf.heads_of_ranks(fused)
-    uneven = tiny("llama")  # a layer with more KV heads than its configuration says, as of MiMo-V2
-    uneven._tp_size, uneven.model.layers[1].self_attn.k_proj = 4, torch.nn.Linear(64, 64)
-    monkeypatch.setattr(hf_fastattn.hf.parallel, "computes_part", lambda module: True)
-    with pytest.raises(ValueError, match="differ from layer to layer, and 4 ranks are more than KV heads"):
-        hf_fastattn.hf.heads_of_ranks(uneven)
-    adapted = tiny("llama")
-    adapted._tp_size, adapted.model.layers[1].self_attn.v_proj.base_layer = 4, torch.nn.Linear(64, 32)
-    with pytest.raises(ValueError, match="are computed with adapters"):
-        hf_fastattn.hf.heads_of_ranks(adapted)
-    odd = tiny("llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
-    odd._tp_size = 2
-    with pytest.raises(ValueError, match="6 query heads and 3 KV heads, which cannot be divided among 2 ranks"):
-        hf_fastattn.hf.heads_of_ranks(odd)
 
 
 # ---- eight ranks ----

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import tiny
 from test_boundaries import ORDER
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import hf_fastattn
 from benchmarks import report as bench_report
@@ -186,11 +186,7 @@ def test_example_of_a_new_backend_works(registering):
     blocks = re.findall(r"```python\n(.*?)```", page("guides/adding-a-backend.md"), re.DOTALL)
     (code,) = [block for block in blocks if "register(" in block]
     exec(code, {})
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=50
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model = tiny("llama", vocab_size=50)
     ids = torch.arange(8)[None]
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     model.set_attn_implementation("mine")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import fake_graph
+import models
 import pytest
 import torch
 from models import family, prompts, tiny
@@ -15,13 +17,9 @@ import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.caches import PreallocatedCache
 
+generate = partial(models.generate, max_new_tokens=8)
 WINDOWED = "mistral_window_below_prompt"
 RESIZED = "other code has replaced K and V of its cache by those of fewer or more tokens"
-
-
-def generate(model, inputs, **options):
-    torch.manual_seed(0)
-    return model.generate(**inputs, **{"max_new_tokens": 8, "do_sample": False, **options})
 
 
 def both(edit):
@@ -53,7 +51,7 @@ def last_token_in_place(layer):
 
 def twice_with_a_kept_view(layer):
     kept = layer.keys, layer.values
-    layer.keys, layer.values = layer.keys[:, :, :4] * 0, layer.values[:, :, :4] * 0
+    both(lambda x: x[:, :, :4] * 0)(layer)
     layer.keys, layer.values = kept
 
 
@@ -112,21 +110,12 @@ def pressed(model, edit):
             each.remove()
 
 
-def press_prompt(layer, new):
-    if new > 1:
-        layer.keys, layer.values = layer.keys[:, :, -60:].contiguous(), layer.values[:, :, -60:].contiguous()
-
-
-def press_each(layer, new):
-    both(lambda x: x[:, :, -60:])(layer)
-
-
-def press_later(layer, new):
-    if new == 1:
-        both(lambda x: x[:, :, 2:])(layer)
-
-
-PRESSES = {"the prompt": press_prompt, "each step": press_each, "later steps": press_later}
+LAST = both(lambda x: x[:, :, -60:].contiguous())
+PRESSES = {
+    "the prompt": lambda layer, new: LAST(layer) if new > 1 else None,
+    "each step": lambda layer, new: LAST(layer),
+    "later steps": lambda layer, new: both(lambda x: x[:, :, 2:])(layer) if new == 1 else None,
+}
 
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
@@ -156,14 +145,11 @@ def test_hooks_that_prune_give_the_tokens_of_transformers(monkeypatch, press, pa
 def test_a_layer_that_was_left_half_replaced_does_not_reach_the_next_call():
     model, inputs = tiny("llama"), prompts("no_padding", "cpu")
     with hf_fastattn.patch(model, "lean", graph=False):
-        expected = generate(model, inputs)
-        cache = hf.cache_in(generate(model, inputs, return_dict_in_generate=True))
+        made = lambda: hf.cache_in(generate(model, inputs, return_dict_in_generate=True))  # noqa: E731
+        expected, cache = generate(model, inputs), made()
         cache.layers[0].keys = cache.layers[0].keys[:, :, :7]
         wrong = "Layer 0 holds keys of 7 tokens in 3 rows and values of 103 tokens in 3 rows: only one of both was replaced"
-        for use in (
-            lambda: cache.update(*torch.zeros(2, 3, 2, 1, 16), 0),
-            lambda: cache.crop(-1),
-        ):
+        for use in (lambda: cache.update(*torch.zeros(2, 3, 2, 1, 16), 0), lambda: cache.crop(-1)):
             with pytest.raises(ValueError, match=wrong):
                 use()
         cache.layers[1].keys = cache.layers[1].keys[:, :, :7]
@@ -171,12 +157,12 @@ def test_a_layer_that_was_left_half_replaced_does_not_reach_the_next_call():
             cache.save("nowhere", model)
         del cache
         assert torch.equal(generate(model, inputs), expected)
-        cache = hf.cache_in(generate(model, inputs, return_dict_in_generate=True))
+        cache = made()
         for layer in cache.layers:
             both(lambda x: x[:1])(layer)
         del cache, layer
         assert torch.equal(generate(model, inputs), expected)
-        cache = hf.cache_in(generate(model, inputs, return_dict_in_generate=True))
+        cache = made()
         cache.layers[0].values = cache.layers[0].values[:1]
         cache.reset()
         assert torch.equal(generate(model, inputs, past_key_values=cache), expected)

@@ -67,9 +67,8 @@ def test_log_likelihoods_that_differ_by_a_few_units_in_the_last_place_are_equal(
     name = "small_text", "word_perplexity"
     if sign:
         assert scores(found.runs[1])[name] != pytest.approx(scores(found.baseline)[name], rel=1e-5)
-    assert all(
-        0 < each.largest_loglikelihood_difference < math.inf for each in found.runs[1].pairs if each.task != "small_needle"
-    )
+    of_texts = [each for each in found.runs[1].pairs if each.task != "small_needle"]
+    assert all(0 < each.largest_loglikelihood_difference < math.inf for each in of_texts)
 
 
 def test_other_choices_at_ties_are_equal_and_reported(tokenizer, small):
@@ -164,9 +163,8 @@ def test_a_perplexity_alone_is_judged_by_its_log_likelihoods():
         for backend, factor in (("sdpa", 1.0), ("lean", 1 + off)):
             items = [(-2400.0 * factor, 40), (-2000.0, 40)]
             score = math.exp(-sum(ll for ll, _ in items) / 80)
-            found.add(
-                report.Run(backend, "dynamic", 0.0, {}, [Measure("t", "word_perplexity", score, None, items, "perplexity")])
-            )
+            measure = Measure("t", "word_perplexity", score, None, items, "perplexity")
+            found.add(report.Run(backend, "dynamic", 0.0, {}, [measure]))
         return found
 
     assert its(4 * ULP).passed and not its(1e-4).passed

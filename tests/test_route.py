@@ -11,7 +11,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import hf
+from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.patches.fused import experts, subclass
+
+if HAS_TRITON:
+    from hf_fastattn.kernels.decode import route as kernel
+    from hf_fastattn.kernels.decode.route import route, why_not
 
 ROUTERS = {  # type of the configuration: (class of its router, how it gets scores)
     "gpt_oss": ("GptOssTopKRouter", hf.Routing("choice")),
@@ -31,9 +36,8 @@ OWN["glm4_moe"] = {"routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1}
 def own_router(name: str) -> torch.nn.Module:
     """The router of one layer of a model with random weights."""
     config = CONFIG_MAPPING[name](**SIZES, **OWN.get(name, {}))
-    router = getattr(importlib.import_module(type(config).__module__.replace("configuration", "modeling")), ROUTERS[name][0])(
-        config
-    )
+    module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    router = getattr(module, ROUTERS[name][0])(config)
     torch.manual_seed(0)
     for weight in (*router.parameters(), *router.buffers()):
         weight.data = torch.randn_like(weight) / 4
@@ -43,9 +47,7 @@ def own_router(name: str) -> torch.nn.Module:
 @pytest.fixture
 def launched(monkeypatch):
     """A list with an item for each call of the kernel: whether it ran."""
-    from hf_fastattn.kernels.decode import route as kernel
-
-    route, calls = kernel.route, []
+    calls = []
 
     def counted(*args, **kwargs):
         out = route(*args, **kwargs)
@@ -66,8 +68,6 @@ def test_routers_are_known_by_their_code(name):
 @pytest.mark.parametrize("count", [9, 32])
 @pytest.mark.parametrize("form", ["softmax", "choice", "sigmoid"])
 def test_nan_in_a_logit_reaches_the_scores_of_its_token_and_experts_are_still_experts(form, count):
-    from hf_fastattn.kernels.decode.route import route
-
     logits = torch.zeros(4, count, device=DEVICE)
     logits[1, 4], logits[2] = float("nan"), float("nan")
     correction = torch.zeros(count, device=DEVICE) if form == "sigmoid" else None
@@ -102,8 +102,6 @@ def test_scores_are_those_of_the_models_own_code(name, dtype, launched):
 
 @runs_kernels
 def test_of_equal_logits_the_first_is_chosen():
-    from hf_fastattn.kernels.decode.route import route
-
     logits = torch.zeros(2, 40, device=DEVICE)
     logits[1, [7, 30, 38]] = 1.0
     for form in ("softmax", "choice"):
@@ -115,8 +113,6 @@ def test_of_equal_logits_the_first_is_chosen():
 @runs_kernels
 @pytest.mark.parametrize("count", [5, 130])
 def test_zeros_of_both_signs_are_equal_and_infinities_are_ordered(count):
-    from hf_fastattn.kernels.decode.route import route
-
     low = float("-inf")
     logits = torch.full((3, count), -3.0, device=DEVICE)
     logits[0, :5] = torch.tensor([-1e-38, -0.0, 0.0, -0.0, -2.0])
@@ -130,8 +126,6 @@ def test_zeros_of_both_signs_are_equal_and_infinities_are_ordered(count):
 
 @runs_kernels
 def test_dtypes_of_scores_do_not_share_a_launch():
-    from hf_fastattn.kernels.decode.route import route
-
     logits = torch.tensor([[1.0, 3.0, 2.0]], device=DEVICE).half()
     for dtype in (torch.float32, None):
         scores, _ = route(logits, 2, "choice", dtype=dtype)
@@ -156,8 +150,6 @@ def test_otherwise_the_models_own_code_runs(why, launched):
 
 @runs_kernels
 def test_refusals_are_sentences():
-    from hf_fastattn.kernels.decode.route import route, why_not
-
     logits = torch.zeros(2, 8, device=DEVICE)
     wrong = {
         "(tokens, experts) and contiguous": (logits.t(), 2),

@@ -5,38 +5,45 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import partial
 from unittest.mock import Mock
 
+import models
 import pytest
+import safetensors.torch
 import torch
 from models import family, prompts, tiny
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from hf_fastattn.caches import PreallocatedCache
+from hf_fastattn.caches import saved as files
 
+generate = partial(models.generate, max_new_tokens=24)
 WINDOWED = "mistral_window_below_prompt"
 
 
-def generate(model, inputs, **options):
-    torch.manual_seed(0)
-    return model.generate(**inputs, **{"max_new_tokens": 24, "do_sample": False, **options})
+def forward(model, inputs, cache) -> PreallocatedCache:
+    """The cache after a forward."""
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    return cache
 
 
 @pytest.mark.parametrize("name", ["llama", WINDOWED, "qwen2"])
 def test_save_and_load(tmp_path, name):
-    model = family(name, "cpu")
+    model, path = family(name, "cpu"), tmp_path / "prompt.safetensors"
     model.set_attn_implementation("lean")
     inputs = prompts("left_padding", "cpu")
-    cache = PreallocatedCache(model)
-    generate(model, inputs, past_key_values=cache, max_new_tokens=1)
-    cache.save(tmp_path / "prompt.safetensors", model)
+    forward(model, inputs, PreallocatedCache(model)).save(path, model)
     more = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -9:]], 1)
-    asked = {"input_ids": more, "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)}
+    asked = {"input_ids": more, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 9), value=1)}
     expected = generate(model, asked)
     for source in (model, model.config):
-        loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", source)
+        loaded = PreallocatedCache.load(path, source)
         assert loaded.get_seq_length() == inputs["input_ids"].shape[1]
         assert torch.equal(generate(model, asked, past_key_values=loaded), expected)
-    loaded = PreallocatedCache.load(tmp_path / "prompt.safetensors", model)
+    loaded = PreallocatedCache.load(path, model)
     loaded.batch_select_indices(torch.tensor([2]))  # before its tensors are on a device
     one = {key: tensor[2:] for key, tensor in asked.items()}
     assert torch.equal(generate(model, one, past_key_values=loaded), expected[2:])
@@ -48,21 +55,19 @@ def test_a_loaded_cache_moves_its_window_and_is_cropped(name, tmp_path):
     model, file = family(name, "cpu"), tmp_path / "tokens.safetensors"
     model.set_attn_implementation("sdpa")
     ids = torch.cat([prompts("no_padding", "cpu", rows=1, length=220)["input_ids"]] * 3, 1)
-    mask = torch.ones_like(ids)
-    expected = generate(model, {"input_ids": ids, "attention_mask": mask})
-    cache = PreallocatedCache(model)
-    with torch.no_grad():
-        for chunk in ids[:, :655].split(50, 1):
-            model(chunk, past_key_values=cache)
+    inputs, cache = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, PreallocatedCache(model)
+    expected = generate(model, inputs)
+    for chunk in ids[:, :655].split(50, 1):
+        forward(model, {"input_ids": chunk}, cache)
     cache.save(file, model)
     loaded = PreallocatedCache.load(file, model)
-    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
+    assert torch.equal(generate(model, inputs, past_key_values=loaded), expected)
     loaded = PreallocatedCache.load(file, model)
     loaded.crop(-10)
     loaded.save(file, model)
     loaded = PreallocatedCache.load(file, model)
     assert loaded.get_seq_length() == 645
-    assert torch.equal(generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=loaded), expected)
+    assert torch.equal(generate(model, inputs, past_key_values=loaded), expected)
 
 
 def test_a_loaded_cache_is_for_other_rows_once_it_is_empty_and_for_models_that_stream(tmp_path):
@@ -78,35 +83,18 @@ def test_a_loaded_cache_is_for_other_rows_once_it_is_empty_and_for_models_that_s
     PreallocatedCache.load(file, model)
 
 
-def test_a_file_that_does_not_fit_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
-    model = tiny("llama", "lean")
-    path = tmp_path / "prompt.safetensors"
-    with pytest.raises(ValueError, match="holds no tokens"):
-        PreallocatedCache(model).save(path, model)
-    cache = PreallocatedCache(model)
-    with torch.no_grad():
-        model(**prompts("no_padding", "cpu"), past_key_values=cache)
-    cache.save(path, model)
-    with pytest.raises(ValueError, match="intermediate_size=96, and this one has intermediate_size=64"):
-        PreallocatedCache.load(path, tiny("llama", intermediate_size=64))
-    with pytest.raises(ValueError, match=r"holds torch.float32, and the model runs in torch.bfloat16"):
-        PreallocatedCache.load(path, tiny("llama").to(torch.bfloat16))
-    save_file({"0.keys": torch.zeros(1)}, path, {"format": "hf_fastattn cache 0"})
-    with pytest.raises(ValueError, match="has format 'hf_fastattn cache 0'"):
-        PreallocatedCache.load(path, model)
-
-
 def _parts(path) -> tuple[dict, dict]:
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
 def _seen(**counts) -> dict:
     return {"seen": json.dumps({name.removeprefix("_"): count for name, count in counts.items()})}
+
+
+def _both(layer: int, change) -> dict:
+    """A change to keys and values of a layer."""
+    return {name: lambda t, name=name: change(t[name]) for name in (f"{layer}.keys", f"{layer}.values")}
 
 
 # Changes to the metadata and to the tensors, and the message of the refusal.
@@ -124,22 +112,15 @@ LIES = {
     "a list of configs": ({"config": "[1]"}, {}, "where a configuration in JSON should be"),
     "another config": ({"config": "{}"}, {}, "and this one has"),
     "no format": ({"format": None}, {}, "has format None"),
+    "another format": ({"format": "hf_fastattn cache 0"}, {}, "has format 'hf_fastattn cache 0'"),
     "no values": ({}, {"1.values": None}, "missing or extra: 1.values"),
     "one too many": ({}, {"2.keys": lambda t: t["1.keys"].clone()}, "missing or extra: 2.keys"),
-    "a layer cut": (
-        {},
-        {name: lambda t, name=name: t[name][:, :, :30] for name in ("1.keys", "1.values")},
-        "layer 1, .* 96 to 96 tokens",
-    ),
+    "a layer cut": ({}, _both(1, lambda x: x[:, :, :30]), "layer 1, .* 96 to 96 tokens"),
     "keys cut": ({}, {"1.keys": lambda t: t["1.keys"][:, :, 1:]}, "keys .*95.* in layer 1, and needs"),
     "three axes": ({}, {"0.keys": lambda t: t["0.keys"][0]}, "layer 0, and needs"),
-    "no rows": ({}, {name: lambda t, name=name: t[name][:0] for name in ("0.keys", "0.values")}, "layer 0, and needs"),
-    "fewer rows": (
-        {},
-        {name: lambda t, name=name: t[name][:2] for name in ("1.keys", "1.values")},
-        "layer 1, and needs .*the rows and dtypes of layer 0",
-    ),
-    "fewer heads": ({}, {name: lambda t, name=name: t[name][:, :1] for name in ("1.keys", "1.values")}, "of 2 KV heads"),
+    "no rows": ({}, _both(0, lambda x: x[:0]), "layer 0, and needs"),
+    "fewer rows": ({}, _both(1, lambda x: x[:2]), "layer 1, and needs .*the rows and dtypes of layer 0"),
+    "fewer heads": ({}, _both(1, lambda x: x[:, :1]), "of 2 KV heads"),
     "narrower": ({}, {"0.values": lambda t: t["0.values"][..., :8]}, "layer 0, and needs .*and a value of 16"),
     "another dtype": ({}, {"1.keys": lambda t: t["1.keys"].half()}, "in torch.float16 .* the rows and dtypes of layer 0"),
 }
@@ -148,17 +129,12 @@ LIES = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     model, path = tiny("llama"), tmp_path_factory.mktemp("saved") / "tokens.safetensors"
-    cache = PreallocatedCache(model)
-    with torch.no_grad():
-        model(**prompts("no_padding", "cpu"), past_key_values=cache)
-    cache.save(path, model)
+    forward(model, prompts("no_padding", "cpu"), PreallocatedCache(model)).save(path, model)
     return model, path
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_file_that_contradicts_itself_is_refused(tmp_path, saved, lie):
-    from safetensors.torch import save_file
-
     model, path = saved
     meta, tensors = _parts(path)
     changed_meta, changed, match = LIES[lie]
@@ -169,6 +145,14 @@ def test_a_file_that_contradicts_itself_is_refused(tmp_path, saved, lie):
     with pytest.raises(ValueError, match=match) as error:
         PreallocatedCache.load(tmp_path / "lies", model)
     assert str(tmp_path / "lies") in str(error.value)
+
+
+def test_a_file_of_another_model_is_refused(saved):
+    _, path = saved
+    with pytest.raises(ValueError, match="intermediate_size=96, and this one has intermediate_size=64"):
+        PreallocatedCache.load(path, tiny("llama", intermediate_size=64))
+    with pytest.raises(ValueError, match=r"holds torch.float32, and the model runs in torch.bfloat16"):
+        PreallocatedCache.load(path, tiny("llama").to(torch.bfloat16))
 
 
 def test_files_of_other_programs_are_refused(tmp_path, saved):
@@ -202,16 +186,10 @@ def test_a_loaded_cache_does_not_read_its_file_again(tmp_path, saved):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, saved, monkeypatch):
-    from hf_fastattn.caches import saved as files
-
     model, path = saved
-    whole, file = path.read_bytes(), tmp_path / "tokens"
-    check = files._check_meta
-    for content, message in (
-        (whole[:-9], "is not a complete"),
-        (b"", "is not a complete"),
-        (whole, "was changed while it was read"),
-    ):
+    whole, file, check = path.read_bytes(), tmp_path / "tokens", files._check_meta
+    changed = "was changed while it was read"
+    for content, message in ((whole[:-9], "is not a complete"), (b"", "is not a complete"), (whole, changed)):
         file.write_bytes(whole)
         os.utime(file, (1, 1))
         monkeypatch.setattr(files, "_check_meta", lambda *args, content=content: (_changed(file, content), check(*args)))
@@ -240,8 +218,6 @@ def test_special_files_are_neither_read_nor_replaced(tmp_path, saved):
 
 
 def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path, saved, monkeypatch):
-    import safetensors.torch
-
     model, path = saved
     cache, file = PreallocatedCache.load(path, model), tmp_path / "missing" / "tokens"
     with pytest.raises(FileNotFoundError) as error:
@@ -251,8 +227,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path, saved
         cache.save(tmp_path, model)
     for number, kind in ((errno.EACCES, PermissionError), (errno.ENOSPC, OSError), (None, OSError)):
         told = "no reason" if number is None else f"Error while serializing: I/O error: why (os error {number})"
-        failing = Mock(side_effect=safetensors.SafetensorError(told))
-        monkeypatch.setattr(safetensors.torch, "save_file", failing)
+        monkeypatch.setattr(safetensors.torch, "save_file", Mock(side_effect=safetensors.SafetensorError(told)))
         with pytest.raises(kind) as error:
             cache.save(tmp_path / "tokens", model)
         assert str(tmp_path / "tokens") in str(error.value) and (os.name == "nt" or error.value.errno == number)
@@ -260,21 +235,15 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path, saved
 
 def test_a_window_of_a_saved_cache_may_have_moved(tmp_path):
     """A sliding layer keeps at least the tokens of its window, and at most all that it saw; other files are refused."""
-    from safetensors.torch import save_file
-
     model, path = family(WINDOWED, "cpu"), tmp_path / "tokens"
-    cache = PreallocatedCache(model)
-    with torch.no_grad():
-        model(**prompts("no_padding", "cpu"), past_key_values=cache)
-    cache.save(path, model)
+    forward(model, prompts("no_padding", "cpu"), PreallocatedCache(model)).save(path, model)
     meta, tensors = _parts(path)
-    for kept, loads in ((96, True), (15, True), (14, False)):
+    for kept in (96, 15):
         save_file({name: tensor[:, :, -kept:].contiguous() for name, tensor in tensors.items()}, path, meta)
-        if loads:
-            assert PreallocatedCache.load(path, model).get_seq_length() == 96
-            continue
-        with pytest.raises(ValueError, match=r"keys .*14.* in layer 0, .* 15 to 96 tokens"):
-            PreallocatedCache.load(path, model)
+        assert PreallocatedCache.load(path, model).get_seq_length() == 96
+    save_file({name: tensor[:, :, -14:].contiguous() for name, tensor in tensors.items()}, path, meta)
+    with pytest.raises(ValueError, match=r"keys .*14.* in layer 0, .* 15 to 96 tokens"):
+        PreallocatedCache.load(path, model)
 
 
 def test_layers_that_hold_different_numbers_of_tokens_are_not_saved(tmp_path):

@@ -55,27 +55,29 @@ class Norm(nn.Module):
         return self.weight * self.quotient(x).to(x.dtype)
 
 
-class OneRounded(Norm):
-    def forward(self, x):
-        return (self.quotient(x) * (1.0 + self.weight).float()).to(x.dtype)
+def variant(**own):
+    """A norm with other methods; `bias`, `weight` or `scale` change what it has."""
+    parts = {name: own.pop(name) for name in ("bias", "weight", "scale") if name in own}
+    norm = type("Norm", (Norm,), own)()
+    for name, value in parts.items():
+        if value is None:
+            delattr(norm, name)
+        else:
+            setattr(norm, name, value)
+    return norm
 
 
-class WithBias(Norm):
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(96))
-
-    def forward(self, x):
-        return (self.quotient(x) * self.weight.float() + self.bias.float()).to(x.dtype)
+def one_rounded():
+    return variant(forward=lambda self, x: (self.quotient(x) * (1.0 + self.weight).float()).to(x.dtype))
 
 
-class WithoutWeight(Norm):
-    def __init__(self):
-        super().__init__()
-        del self.weight
+def with_bias():
+    forward = lambda self, x: (self.quotient(x) * self.weight.float() + self.bias.float()).to(x.dtype)  # noqa: E731
+    return variant(forward=forward, bias=nn.Parameter(torch.randn(96)))
 
-    def forward(self, x):
-        return self.quotient(x).to(x.dtype)
+
+def without_weight():
+    return variant(forward=lambda self, x: self.quotient(x).to(x.dtype), weight=None)
 
 
 @pytest.mark.parametrize("family", NORMS)
@@ -85,95 +87,57 @@ def test_a_norm_is_recognised_by_what_it_computes(family):
 
 def test_norms_of_other_classes_are_recognised_too():
     assert hf.norm_of(Norm()).options == (False, False, "")
-    assert hf.norm_of(OneRounded()).options == (False, True, "rounded")
-    assert hf.norm_of(WithBias()).options == (False, True, "") and hf.norm_of(WithBias()).has == (True, True)
-    assert hf.norm_of(WithoutWeight()).has == (False, False)
+    assert hf.norm_of(one_rounded()).options == (False, True, "rounded")
+    assert hf.norm_of(with_bias()).options == (False, True, "") and hf.norm_of(with_bias()).has == (True, True)
+    assert hf.norm_of(without_weight()).has == (False, False)
     assert hf.norm_of(nn.LayerNorm(96)).options == (True, True, "")
-
-
-class EpsOutside(Norm):
-    def quotient(self, x):
-        return x.float() / (x.float().square().mean(-1, keepdim=True).sqrt() + self.eps)
-
-
-class VarianceIn16Bits(Norm):
-    def quotient(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-
-
-class ScaleRounded(Norm):
-    def quotient(self, x):
-        return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
-
-
-class InGroups(Norm):
-    def quotient(self, x):
-        return super().quotient(x.unflatten(-1, (-1, 32))).flatten(-2)
-
-
-class OneMissing(Norm):
-    def forward(self, x):
-        return self.weight * torch.cat([self.quotient(x)[..., :-1], x[..., -1:]], -1).to(x.dtype)
-
-
-class Clamped(Norm):
-    def quotient(self, x):
-        return Norm.quotient(self, x.clamp(-4000, 4000))
-
-
-class OfTwoArguments(Norm):
-    def forward(self, x, gate=None):
-        return self.weight * self.quotient(x).to(x.dtype)
 
 
 def helper(x):
     return x
 
 
-class CallsAFunction(Norm):
-    def forward(self, x):
-        return helper(self.weight * self.quotient(x).to(x.dtype))
+def eps_outside(self, x):
+    return x.float() / (x.float().square().mean(-1, keepdim=True).sqrt() + self.eps)
 
 
-class WithATensor(Norm):
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.ones(96)
-
-    def forward(self, x):
-        return self.weight * self.quotient(x).to(x.dtype) * self.scale
+def scale_rounded(self, x):
+    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
 
 
-class Raises(Norm):
-    def forward(self, x):
-        raise OSError(x)
+def one_missing(self, x):
+    return self.weight * torch.cat([self.quotient(x)[..., :-1], x[..., -1:]], -1).to(x.dtype)
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [
-        EpsOutside,
-        VarianceIn16Bits,
-        ScaleRounded,
-        InGroups,
-        OneMissing,
-        Clamped,
-        OfTwoArguments,
-        CallsAFunction,
-        WithATensor,
-        Raises,
-    ],
-)
-def test_other_code_is_left_alone(cls):
-    assert hf.norm_of(cls()) is None
+def raises(self, x):
+    raise OSError(x)
+
+
+OTHERS = {
+    "eps outside": {"quotient": eps_outside},
+    "variance in 16 bits": {"quotient": lambda self, x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)},
+    "scale rounded": {"quotient": scale_rounded},
+    "in groups": {"quotient": lambda self, x: Norm.quotient(self, x.unflatten(-1, (-1, 32))).flatten(-2)},
+    "one missing": {"forward": one_missing},
+    "clamped": {"quotient": lambda self, x: Norm.quotient(self, x.clamp(-4000, 4000))},
+    "of two arguments": {"forward": lambda self, x, gate=None: self.weight * self.quotient(x).to(x.dtype)},
+    "calls a function": {"forward": lambda self, x: helper(self.weight * self.quotient(x).to(x.dtype))},
+    "with a tensor": {"forward": lambda self, x: Norm.forward(self, x) * self.scale, "scale": torch.ones(96)},
+    "raises": {"forward": raises},
+    "a wide weight": {"weight": nn.Parameter(torch.ones(2, 48))},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_code_is_left_alone(name):
+    assert hf.norm_of(variant(**OTHERS[name])) is None
 
 
 def test_what_a_norm_contains_beside_its_weight_is_left_alone():
-    wide, parts, computed = Norm(), Norm(), Norm()
-    wide.weight = nn.Parameter(torch.ones(2, 48))
+    parts, computed = Norm(), Norm()
     parts.inner = nn.Linear(2, 2)
     nn.utils.parametrize.register_parametrization(computed, "weight", nn.Identity())
-    assert all(hf.norm_of(norm) is None for norm in (wide, parts, computed))
+    assert hf.norm_of(parts) is hf.norm_of(computed) is None
 
 
 def both(norm, x):
@@ -193,7 +157,7 @@ def test_fused_norms_have_the_models_roundings(dtype):
     """An element differs only if the order of a sum changes its rounding; another formula changes every tenth element."""
     torch.manual_seed(0)
     norms = [*map(norm_of_family, ("llama", "olmo2", "gemma3", "cohere2", "gemma4"))]
-    norms += [OneRounded(), WithBias(), WithoutWeight(), nn.LayerNorm(96)]
+    norms += [one_rounded(), with_bias(), without_weight(), nn.LayerNorm(96)]
     nn.init.normal_(norms[-1].weight), nn.init.normal_(norms[-1].bias)
     for norm in norms:
         norm.to(DEVICE, dtype)
@@ -222,19 +186,16 @@ def test_a_norm_that_someone_changed_runs_its_own_code(monkeypatch):
         del norm.weight
         norm.weight = value
 
-    def method(norm):
-        norm._norm = lambda x: 2 * x
-
-    def eps(norm):
-        norm.eps = 0.5
-
-    for change in (weight, method, eps):
-        torch.testing.assert_close(*changed(norm_of_family("gemma3"), change))
-    gemma4 = norm_of_family("gemma4")
-    torch.testing.assert_close(*changed(gemma4, lambda norm: setattr(norm, "with_scale", False)))
     gemma3 = type(norm_of_family("gemma3"))
-    method_of_class = lambda norm: monkeypatch.setattr(gemma3, "_norm", lambda self, x: 3 * x)  # noqa: E731
-    torch.testing.assert_close(*changed(norm_of_family("gemma3"), method_of_class))
+    changes = [
+        ("gemma3", weight),
+        ("gemma3", lambda norm: setattr(norm, "_norm", lambda x: 2 * x)),
+        ("gemma3", lambda norm: setattr(norm, "eps", 0.5)),
+        ("gemma4", lambda norm: setattr(norm, "with_scale", False)),
+        ("gemma3", lambda norm: monkeypatch.setattr(gemma3, "_norm", lambda self, x: 3 * x)),
+    ]
+    for family, change in changes:
+        torch.testing.assert_close(*changed(norm_of_family(family), change))
     layer_norm = nn.LayerNorm(96, device=DEVICE, dtype=torch.float16)
     fuse.fuse(fuse.Fusible([layer_norm], [], [], []))
     with torch.no_grad(), torch.autocast(DEVICE, torch.float16):
@@ -242,18 +203,11 @@ def test_a_norm_that_someone_changed_runs_its_own_code(monkeypatch):
 
 
 # (interleaved, apart, of_pair, doubled, late) of `width` cosines for heads of 64 dimensions
+NEOX, PAIRS = (0, 0, 0, 0, 0), (1, 0, 1, 0, 0)
 ROTATIONS = {
-    "llama": (64, (0, 0, 0, 0, 0)),
-    "gpt_neox": (32, (0, 0, 0, 0, 0)),
-    "phi3": (48, (0, 0, 0, 0, 0)),
-    "olmo2": (64, (0, 0, 0, 0, 1)),
-    "cohere2": (64, (1, 0, 0, 0, 1)),
-    "glm4": (32, (1, 0, 1, 0, 0)),
-    "helium": (64, (1, 0, 1, 0, 0)),
-    "ernie4_5": (64, (1, 0, 1, 0, 1)),
-    "blt": (64, (1, 0, 0, 0, 0)),
-    "deepseek_v3": (64, (1, 1, 1, 0, 0)),
-    "gpt_oss": (32, (0, 0, 1, 1, 0)),
+    **{"llama": (64, NEOX), "gpt_neox": (32, NEOX), "phi3": (48, NEOX), "olmo2": (64, (0, 0, 0, 0, 1))},
+    **{"cohere2": (64, (1, 0, 0, 0, 1)), "glm4": (32, PAIRS), "helium": (64, PAIRS), "ernie4_5": (64, (1, 0, 1, 0, 1))},
+    **{"blt": (64, (1, 0, 0, 0, 0)), "deepseek_v3": (64, (1, 1, 1, 0, 0)), "gpt_oss": (32, (0, 0, 1, 1, 0))},
 }
 
 
@@ -326,13 +280,14 @@ def test_the_table_of_the_guide_is_current():
     assert table() in guide, f"Put this table into {TABLE.name}:\n{table()}"
 
 
-@pytest.mark.parametrize(
-    "family, own", {"gemma3_text": (), "nemotron": ("norms",), "nanochat": ("rotation of queries and keys",)}.items()
-)
+ROTATION = "rotation of queries and keys"
+
+
+@pytest.mark.parametrize("family, own", {"gemma3_text": (), "nemotron": ("norms",), "nanochat": (ROTATION,)}.items())
 def test_explain_says_which_small_layers_are_fused(family, own):
     found = hf_fastattn.explain(small_model(family), device="cuda", gpu="h100")
     fused = {row["what"] for row in found.runs}
     refused = {row["what"]: row["why"] for row in found.refused}
-    for what in ("norms", "rotation of queries and keys"):
+    for what in ("norms", ROTATION):
         assert (what in fused) == (what not in own) == (f"fused {what}" not in refused)
     assert all("is not a known formula" in refused[f"fused {what}"] for what in own)

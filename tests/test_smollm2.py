@@ -68,9 +68,8 @@ def inputs(tokenizer, device) -> dict[str, dict[str, torch.Tensor]]:
 
 def generate(model, name, inputs, tokens, cache) -> torch.Tensor:
     model.set_attn_implementation(name)
-    out = model.generate(
-        **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, cache_implementation=cache, disable_compile=True
-    )
+    options = {"do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    out = model.generate(**inputs, max_new_tokens=tokens, min_new_tokens=tokens, **options)
     return out[:, inputs["input_ids"].shape[1] :]
 
 

@@ -85,6 +85,7 @@ FOUND = {
         [("add_a_layer", 0), ("set_forward_of_the_model", 0), ("deepcopy_the_model", 0)],
     ),
     "a window made larger": ("two kinds of layers", [("edit_the_config", 2)]),
+    "another dtype": ("llama", [("cast", 0), ("cast", 2)]),
     "another dtype, over a rolling cache": ("rolling", [("cast", 0), ("cast", 2)]),
     "a file of settings": ("llama", held("file of settings")),
     "a class of settings": ("llama", held("class of settings")),

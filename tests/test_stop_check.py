@@ -8,9 +8,10 @@ import threading
 import fake_graph
 import pytest
 import torch
+from calls import At
 from cases import DEVICE
 from models import prompts, tiny
-from transformers import LogitsProcessor, TemperatureLogitsWarper
+from transformers import TemperatureLogitsWarper
 from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
 
@@ -45,9 +46,23 @@ def waits(monkeypatch):
     Event.recorded = 0
 
 
-@pytest.fixture(params=["llama", "mistral"])
+@pytest.fixture(params=[{"model_type": "llama"}, {"model_type": "mistral", "sliding_window": 16}], ids=["llama", "mistral"])
 def model(request):
-    return tiny(request.param, "sdpa", DEVICE, **({"sliding_window": 16} if request.param == "mistral" else {}))
+    return tiny(attn_implementation="sdpa", device=DEVICE, **request.param)
+
+
+@pytest.fixture
+def one():
+    """A prompt of one row."""
+    return prompts("no_padding", DEVICE, rows=1)
+
+
+def late(model, inputs, **options) -> torch.Tensor:
+    """The result of a call whose loop reads late whether it has ended."""
+    Event.recorded = 0
+    found = model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+    assert Event.recorded
+    return found
 
 
 def ends(model, inputs, step, **options) -> tuple[int, int]:
@@ -99,16 +114,16 @@ def test_rows_that_end_in_other_steps(model):
         assert torch.equal(found, expected) and found.is_contiguous()
 
 
-def test_sampling_leaves_the_random_numbers_as_if_it_had_not_been_too_long(model):
-    inputs, twin = prompts("no_padding", DEVICE, rows=1), copy.deepcopy(model)
+def test_sampling_leaves_the_random_numbers_as_if_it_had_not_been_too_long(model, one):
+    twin = copy.deepcopy(model)
     torch.manual_seed(7)
-    eos, _ = ends(twin, inputs, 4, do_sample=True)
+    eos, _ = ends(twin, one, 4, do_sample=True)
     options = {"max_new_tokens": NEW, "do_sample": True, "eos_token_id": eos}
     hf_fastattn.patch(model, "lean")
-    random, found = hf.generator_of(inputs["input_ids"].device), []
+    random, found = hf.generator_of(one["input_ids"].device), []
     for each in (twin, model):
         torch.manual_seed(7)
-        found.append([each.generate(**inputs, **options), random.get_state(), each.generate(**inputs, **options)])
+        found.append([each.generate(**one, **options), random.get_state(), each.generate(**one, **options)])
     assert Event.recorded
     for theirs, mine in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
@@ -125,35 +140,26 @@ class Streamed(BaseStreamer):
         self.ended += 1
 
 
-def test_a_streamer_gets_the_same_tokens(model, monkeypatch):
+def test_a_streamer_gets_the_same_tokens(model, one, monkeypatch):
     monkeypatch.setattr(Streamed, "__module__", "transformers.generation.streamers")  # one of Transformers
-    inputs, twin = prompts("no_padding", DEVICE, rows=1), copy.deepcopy(model)
-    eos, _ = ends(twin, inputs, 5, do_sample=False)
+    twin = copy.deepcopy(model)
+    eos, _ = ends(twin, one, 5, do_sample=False)
     hf_fastattn.patch(model, "lean")
     for options in ({}, {"eos_token_id": eos}):
         streamers = Streamed(), Streamed()
         for each, streamer in zip((twin, model), streamers, strict=True):
-            each.generate(**inputs, max_new_tokens=NEW, do_sample=False, streamer=streamer, **options)
+            each.generate(**one, max_new_tokens=NEW, do_sample=False, streamer=streamer, **options)
         assert streamers[0].tokens == streamers[1].tokens and streamers[1].ended == 1
     assert Event.recorded
 
 
-class Counts(LogitsProcessor):
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        return scores
-
-
-def test_code_of_the_caller_does_not_run_once_more(model):
-    inputs = prompts("no_padding", DEVICE, rows=1)
-    eos, step = ends(model, inputs, 5, do_sample=False)
+def test_the_loop_waits_for_code_of_the_caller_and_processors_with_a_state(model, one):
+    eos, step = ends(model, one, 5, do_sample=False)
     hf_fastattn.patch(model, "lean")
-    Event.recorded, counts = 0, Counts()
-    model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, logits_processor=[counts])
-    assert counts.calls == step + 1 and not Event.recorded
+    Event.recorded = 0
+    for processor in (At(-1, None), TemperatureLogitsWarper(0.5)):
+        model.generate(**one, max_new_tokens=NEW, do_sample=False, eos_token_id=eos, logits_processor=[processor])
+        assert not Event.recorded and getattr(processor, "calls", step + 1) == step + 1
 
 
 @pytest.mark.parametrize("window", [16, 6])  # within it, and far behind it
@@ -168,7 +174,7 @@ def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window, positions)
     for waits in (False, True):
         Event.recorded = 0
         cache = hf_fastattn.RollingCache(model)
-        options = {"do_sample": False, "past_key_values": cache, "logits_processor": [Counts()] if waits else None}
+        options = {"do_sample": False, "past_key_values": cache, "logits_processor": [At(-1, None)] if waits else None}
         ids = model.generate(**inputs, **options, eos_token_id=eos, max_new_tokens=NEW)
         assert cache.get_seq_length() == inputs["input_ids"].shape[1] + step == ids.shape[1] - 1 > 20
         assert Event.recorded == (0 if waits else step + 2)  # each step, and the one too many
@@ -181,31 +187,30 @@ def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window, positions)
     assert found.shape[1] == inputs["input_ids"].shape[1] + step + 1 and Event.recorded
 
 
-def test_the_step_too_many_does_not_drop_the_first_token_of_a_rolling_cache():
+def test_the_step_too_many_does_not_drop_the_first_token_of_a_rolling_cache(one):
     """After it the caller could remove one token at most."""
-    inputs, model = prompts("no_padding", DEVICE, rows=1), tiny("llama", "sdpa", DEVICE)
-    eos, step = ends(model, inputs, 5, do_sample=False)
-    hf_fastattn.patch(model, "streaming", window=inputs["input_ids"].shape[1] + step - 4, sinks=4)
+    model = tiny("llama", "sdpa", DEVICE)
+    eos, step = ends(model, one, 5, do_sample=False)
+    hf_fastattn.patch(model, "streaming", window=one["input_ids"].shape[1] + step - 4, sinks=4)
     cache = hf_fastattn.RollingCache(model)
-    model.generate(**inputs, do_sample=False, eos_token_id=eos, max_new_tokens=NEW, past_key_values=cache)
+    model.generate(**one, do_sample=False, eos_token_id=eos, max_new_tokens=NEW, past_key_values=cache)
     assert cache.get_seq_length() == cache.storage.capacity
     cache.crop(-3)
 
 
-def test_other_models_and_models_without_graphs_wait(model):
-    inputs, other = prompts("no_padding", DEVICE, rows=1), tiny("llama", "sdpa", DEVICE)
+def test_other_models_and_models_without_graphs_wait(model, one):
     options = {"max_new_tokens": 3, "do_sample": False}
     hf_fastattn.patch(model, "lean")
-    other.generate(**inputs, **options)
+    tiny("llama", "sdpa", DEVICE).generate(**one, **options)
     hf_fastattn.unpatch(model)
-    model.generate(**inputs, **options)
+    model.generate(**one, **options)
     hf_fastattn.patch(model, "lean", graph=False)
-    model.generate(**inputs, **options)
+    model.generate(**one, **options)
     assert not Event.recorded
 
 
-def test_the_class_of_transformers_is_back_after_the_last_call(model, monkeypatch):
-    inputs, own = prompts("no_padding", DEVICE, rows=1), utils.DeferredStopCheck
+def test_the_class_of_transformers_is_back_after_the_last_call(model, one, monkeypatch):
+    inputs, own = one, utils.DeferredStopCheck
     started, ended = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
     seen, check, first = [], StopCheck.__init__, threading.current_thread()
 
@@ -233,31 +238,20 @@ def test_the_class_of_transformers_is_back_after_the_last_call(model, monkeypatc
     assert seen == [StopCheck] * 3 and utils.DeferredStopCheck is own
 
 
-@pytest.mark.parametrize("other", [None, type("Other", (utils.DeferredStopCheck,), {})])
-def test_a_version_without_the_class_and_another_package_with_its_own(model, monkeypatch, other):
-    inputs, expected = prompts("no_padding", DEVICE, rows=1), utils.DeferredStopCheck
+def test_a_version_without_the_class_and_another_package_with_its_own(model, one, monkeypatch):
+    own, other = utils.DeferredStopCheck, type("Other", (utils.DeferredStopCheck,), {})
     hf_fastattn.patch(model, "lean")
-    if other is None:
-        monkeypatch.delattr(utils, "DeferredStopCheck")
+    with monkeypatch.context() as patch:
+        patch.delattr(utils, "DeferredStopCheck")
         with hf.late_stop_checks(lambda *_: None):
             assert not hasattr(utils, "DeferredStopCheck")
         assert not hasattr(utils, "DeferredStopCheck")
-        return
     monkeypatch.setattr(utils, "DeferredStopCheck", other)
-    model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    assert utils.DeferredStopCheck is other is not expected and not Event.recorded
+    model.generate(**one, max_new_tokens=3, do_sample=False)
+    assert utils.DeferredStopCheck is other is not own and not Event.recorded
 
 
-def late(model, inputs, **options) -> torch.Tensor:
-    """The result of a call whose loop reads late whether it has ended."""
-    Event.recorded = 0
-    found = model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
-    assert Event.recorded
-    return found
-
-
-def test_torchs_default_device_is_not_that_of_the_flags(model):
-    inputs = prompts("no_padding", DEVICE, rows=1)
+def test_torchs_default_device_is_not_that_of_the_flags(model, one, monkeypatch):
     hf_fastattn.patch(model, "lean")
     init, devices = StopCheck.__init__, []
 
@@ -266,9 +260,8 @@ def test_torchs_default_device_is_not_that_of_the_flags(model):
             init(self, *args)
         devices.extend(flag.device.type for slot in self.slots for flag in slot[:2])
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StopCheck, "__init__", elsewhere)
-        late(model, inputs)
+    monkeypatch.setattr(StopCheck, "__init__", elsewhere)
+    late(model, one)
     assert set(devices) == {"cpu"}
 
 
@@ -307,48 +300,37 @@ def test_the_last_row_of_a_table_of_positions(rolling):
     assert found[0, length:].tolist() == new[: step + 1]
 
 
-def test_the_models_code_does_not_run_once_more(model):
-    inputs, calls = prompts("no_padding", DEVICE, rows=1), []
-    eos, step = ends(model, inputs, 5, do_sample=False)
+def test_the_models_code_does_not_run_once_more(model, one):
+    calls = []
+    eos, step = ends(model, one, 5, do_sample=False)
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))  # of the caller: no step is captured
     hf_fastattn.patch(model, "lean")
-    late(model, inputs, eos_token_id=eos)
+    late(model, one, eos_token_id=eos)
     assert len(calls) == step + 1
 
 
-def test_a_cache_without_tokens_is_not_cropped():
-    model, inputs = tiny("llama", "sdpa", DEVICE), prompts("no_padding", DEVICE, rows=1)
-    eos, _ = ends(model, inputs, 3, do_sample=False)
+def test_a_cache_without_tokens_is_not_cropped(one):
+    model = tiny("llama", "sdpa", DEVICE)
+    eos, _ = ends(model, one, 3, do_sample=False)
     model.train()
     model.gradient_checkpointing_enable()
     hf_fastattn.patch(model, "lean")
-    late(model, inputs, eos_token_id=eos, return_dict_in_generate=True)
+    late(model, one, eos_token_id=eos, return_dict_in_generate=True)
 
 
-def test_numbers_that_another_thread_draws_are_not_drawn_again(model):
-    inputs = prompts("no_padding", DEVICE, rows=1)
-    random = hf.generator_of(inputs["input_ids"].device)
-    for sampled in (False, True):
-        torch.manual_seed(3)
-        eos, _ = ends(model, inputs, 5, do_sample=sampled)
-        hf_fastattn.patch(model, "lean")
-        finish, after = StopCheck.finish, []
-
-        def draws_before(self, finish=finish, after=after):
-            torch.rand(3, device=DEVICE)
-            after.append(random.get_state())
-            return finish(self)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StopCheck, "finish", draws_before)
-            torch.manual_seed(3)
-            late(model, inputs, eos_token_id=eos, do_sample=sampled)
-        assert torch.equal(random.get_state(), after[0])
-        hf_fastattn.unpatch(model)
-
-
-def test_processors_with_a_state_are_not_called_once_more(model):
-    inputs = prompts("no_padding", DEVICE, rows=1)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_numbers_that_another_thread_draws_are_not_drawn_again(model, one, sampled, monkeypatch):
+    random, finish, after = hf.generator_of(one["input_ids"].device), StopCheck.finish, []
+    torch.manual_seed(3)
+    eos, _ = ends(model, one, 5, do_sample=sampled)
     hf_fastattn.patch(model, "lean")
-    model.generate(**inputs, max_new_tokens=4, do_sample=False, logits_processor=[TemperatureLogitsWarper(0.5)])
-    assert not Event.recorded
+
+    def draws_before(self):
+        torch.rand(3, device=DEVICE)
+        after.append(random.get_state())
+        return finish(self)
+
+    monkeypatch.setattr(StopCheck, "finish", draws_before)
+    torch.manual_seed(3)
+    late(model, one, eos_token_id=eos, do_sample=sampled)
+    assert torch.equal(random.get_state(), after[0])

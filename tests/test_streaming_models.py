@@ -52,11 +52,15 @@ STREAM = {
     "deepseek_v2 interleaved, at the end": ("deepseek_v2", LATENT),
 }
 OF_ITS_OWN = "rotates queries and keys in a way that streaming does not support"
+CHANGE = "rope_type '%s', whose frequencies change.*fixed frequencies"
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 REFUSED = {
     "hunyuan": ("hunyuan_v1_dense", WIDE, f"layer 0 {OF_ITS_OWN}"),
     "deepseek_v3": ("deepseek_v3", LATENT, OF_ITS_OWN),
     "llama4": ("llama4_text", {**MOE, **WIDE, "intermediate_size_mlp": 96, "no_rope_layers": [0]}, OF_ITS_OWN),
-    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, "frequencies change"),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}, CHANGE % "dynamic"),
+    "longrope": ("llama", {"rope_parameters": LONGROPE}, CHANGE % "longrope"),
     "opt": ("opt", models.FAMILIES["opt"][1], "learned positions cannot move"),
 }
 
@@ -104,6 +108,11 @@ def test_logits_are_those_of_the_visible_tokens(name):
         assert_close(last_logits(model, ids), everything)
 
 
+def test_clamping_is_for_learned_positions():
+    with pytest.raises(ValueError, match="clamp_positions=True is for models with learned positions, and Llama has none"):
+        stream(one_layer("llama"), clamp_positions=True)
+
+
 def test_hrm_asks_whether_its_cache_is_initialised():
     model = models.tiny("hrm_text", num_hidden_layers=8, num_layers_per_stack=1, num_key_value_heads=4)
     ids = tokens()
@@ -121,6 +130,11 @@ def test_models_that_cannot_be_rerotated_are_refused(name):
     after = {key: dict(vars(module)) for key, module in model.named_modules()}
     assert all(before[key].keys() == after[key].keys() for key in before)
     assert model.config._attn_implementation == "eager"
+    for path, weight in model.named_parameters():  # with equal weights a norm commutes with any rotation, until others are loaded
+        if "norm" in path:
+            weight.data.fill_(1.0)
+    with pytest.raises(ValueError, match=REFUSED[name][2]):
+        stream(model)
 
 
 def test_layers_of_several_kinds_stream_together():
@@ -131,21 +145,6 @@ def test_layers_of_several_kinds_stream_together():
     expected = model(ids, use_cache=False).logits[0, -1].detach()
     with stream(model, window=300):
         assert_close(last_logits(model, ids), expected)
-
-
-def test_a_norm_behind_the_rotation_is_refused_whatever_its_weights_are():
-    """With equal weights the norm commutes with any rotation, until other weights are loaded."""
-    model = one_layer("hunyuan", REFUSED)
-    for name, weight in model.named_parameters():
-        if "norm" in name:
-            weight.data.fill_(1.0)
-    with pytest.raises(ValueError, match=OF_ITS_OWN):
-        stream(model)
-
-
-def test_clamping_is_for_learned_positions():
-    with pytest.raises(ValueError, match="clamp_positions=True is for models with learned positions, and Llama has none"):
-        stream(one_layer("llama"), clamp_positions=True)
 
 
 # Frequencies that change.
@@ -272,10 +271,8 @@ def image_model(name: str):
 
 @torch.no_grad()
 def generated(model, inputs: dict) -> torch.Tensor:
-    found = model.generate(
-        **inputs, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, eos_token_id=None
-    )
-    return torch.stack(found.logits)
+    greedy = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    return torch.stack(model.generate(**inputs, **greedy, output_logits=True, return_dict_in_generate=True).logits)
 
 
 def test_images_in_plainly_causal_text_stream_and_their_tower_keeps_its_attention():

@@ -9,8 +9,8 @@ import warnings
 import fake_graph
 import pytest
 import torch
+from calls import At
 from models import prompts, tiny
-from transformers import LogitsProcessor
 
 import hf_fastattn
 from hf_fastattn import patches
@@ -99,23 +99,15 @@ def test_two_patched_models_in_two_threads(model):
 
 
 def test_a_thread_that_fails_does_not_affect_the_others(model):
-    class Fail(LogitsProcessor):
-        def __init__(self, after: int):
-            self.left = after
+    expected, raised = alone(model), []
 
-        def __call__(self, input_ids, scores):
-            self.left -= 1
-            if self.left < 0:
-                raise KeyboardInterrupt
-            return scores
-
-    expected = alone(model)
-    raised = []
+    def interrupt():
+        raise KeyboardInterrupt
 
     def failing():
         for turn in range(TURNS):
             try:
-                ask(model, turn, logits_processor=[Fail(turn % 5)])
+                ask(model, turn, logits_processor=[At(turn % 5, interrupt)])
             except KeyboardInterrupt:
                 raised.append(turn)
 
@@ -145,24 +137,6 @@ def test_one_thread_at_a_time_patches_a_model(model, monkeypatch, where):
     hf_fastattn.unpatch(model)
     assert {name: set(vars(part)) for name, part in model.named_modules()} == before and len(model._forward_hooks) == 0
     assert model.config._attn_implementation == "sdpa" and torch.equal(ask(model, 0), expected[0])
-
-
-def test_threads_that_patch_at_once_get_one_patch(model):
-    found: list = []
-    errors = at_once(*[lambda: found.append(hf_fastattn.patch(model))] * 4)
-    assert len({*map(id, found)}) == 1 and all("Another thread is in patch()" in str(error) for error in errors)
-    hf_fastattn.unpatch(model)
-    assert found[0].undone and not hasattr(model, "_hf_fastattn_patch")
-
-
-def test_a_patch_that_fails_can_be_repeated(model, monkeypatch):
-    with monkeypatch.context() as failing, pytest.raises(KeyboardInterrupt):
-        failing.setattr(hf_fastattn.hf, "set_attention", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        hf_fastattn.patch(model)
-    with pytest.raises(ValueError, match="is not patched"):
-        hf_fastattn.unpatch(model)
-    with hf_fastattn.patch(model) as patch:
-        assert hf_fastattn.patch(model) is patch
 
 
 def test_one_thread_undoes_a_patch(model, monkeypatch):
@@ -216,23 +190,12 @@ def test_separate_conversations_in_threads(model):
         assert all(torch.equal(a, b) for a, b in zip(said, got[first], strict=True)), first
 
 
-class _Undo(LogitsProcessor):
-    def __init__(self, patch):
-        self.patch, self.calls = patch, 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == 4:
-            self.patch.undo()
-        return scores
-
-
 def test_undo_in_the_middle_of_a_call(model):
     """The call continues without graphs, with a warning; the next one runs as before patch()."""
     ids = prompts("no_padding", "cpu")["input_ids"]
     expected = model.generate(ids, max_new_tokens=8, do_sample=False)
     patch = hf_fastattn.patch(model)
     with pytest.warns(match="undone during a call"):
-        found = model.generate(ids, max_new_tokens=8, do_sample=False, logits_processor=[_Undo(patch)])
+        found = model.generate(ids, max_new_tokens=8, do_sample=False, logits_processor=[At(3, patch.undo)])
     assert torch.equal(found, expected) and patch.captures == 1 and not patch._generation.calls
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected) and patch.captures == 1

@@ -23,9 +23,7 @@ LENGTH = 40
 FAMILIES = ["llama", "gpt_oss", "gemma2", "mistral_window_below_prompt"]
 
 
-def gradients(
-    model, name: str, padding: str, use_cache: bool = False, compiled: bool | str = False, **own
-) -> dict[str, torch.Tensor]:
+def gradients(model, name: str, padding: str, use_cache: bool = False, compiled: bool | str = False, **own) -> dict:
     """Gradients of the loss over the predictions of live tokens, by parameter. compiled: also the name of a backend of torch."""
     model.set_attn_implementation(name)
     model.zero_grad()
@@ -257,13 +255,6 @@ def test_gradients_of_lse(device):
     torch.testing.assert_close(torch.autograd.grad(lse.square().sum(), (q, k)), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_gradients_of_gradients_are_refused(device):
-    q = torch.randn(1, 2, 4, 16, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(training.attention("lean", q, q, q)[0].sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"no second derivatives .*eager"):
-        grad.sum().backward()
-
-
 def test_a_frozen_model_with_trained_sinks(device):
     model = trainable("gpt_oss", device).requires_grad_(False)
     for name, p in model.named_parameters():
@@ -338,10 +329,8 @@ def test_the_dispatcher_runs_the_ops_only_where_they_are_seen(device):
         (found,) = torch.autograd.grad(watched.square().sum(), q)
     (expected,) = torch.autograd.grad(out.square().sum(), q)
     assert "flash_attn" not in out.grad_fn.name()
-    assert [name for name in names if "flash" in name] == [
-        "hf_fastattn.flash_attn.default",
-        "hf_fastattn.flash_attn_backward.default",
-    ]
+    ops = [f"hf_fastattn.flash_attn{name}.default" for name in ("", "_backward")]
+    assert [name for name in names if "flash" in name] == ops
     assert torch.equal(out, watched) and torch.equal(found, expected)
 
 
@@ -368,12 +357,6 @@ def test_a_batch_of_gradients(device):
     found = torch.autograd.grad(out, (q, k), given, is_grads_batched=True, retain_graph=True)
     expected = [torch.autograd.grad(out, (q, k), each, retain_graph=True) for each in given]
     assert all(map(torch.equal, found, map(torch.stack, zip(*expected, strict=True))))
-
-
-def test_a_streaming_backend_refuses(device):
-    model = trainable("llama", device)
-    with hf_fastattn.patch(model, "streaming", window=16), pytest.raises(RuntimeError, match=r"'streaming' has no backward pass"):
-        model(models.prompts("no_padding", device)["input_ids"], use_cache=False)
 
 
 def test_another_form_of_keys_and_values_refuses(device, monkeypatch):

@@ -152,7 +152,6 @@ def products_without_masks(kernel, folder) -> list[list[str]]:
     cubin.write_bytes(kernel.asm["cubin"])
     sass = subprocess.run([BIN / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
     blocks = [block.splitlines() for block in re.split(r"\n\s*\.L\w+:", sass)]
-    found = [
-        block for block in blocks if sum("HGMMA" in line for line in block) > 4 and sum("MUFU.EX2" in line for line in block) > 8
-    ]
+    many = lambda block, word, count: sum(word in line for line in block) > count  # noqa: E731
+    found = [block for block in blocks if many(block, "HGMMA", 4) and many(block, "MUFU.EX2", 8)]
     return sorted(found, key=len)[:2]

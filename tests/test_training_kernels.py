@@ -109,9 +109,8 @@ elif INTERPRETED:  # Triton's interpreter computes bf16 wrongly
 def seen_by(case: Case, mask: np.ndarray | None) -> np.ndarray:
     """The mask by its definition, element by element: bool (batch, q_len, kv_len)."""
     offset = 0 if case.starts else case.kv_len - case.q_len
-    seen = oracle.visible(
-        case.batch, case.q_len, case.kv_len, q_offset=offset, causal=case.causal, window=case.window, attention_mask=mask
-    )
+    options = {"causal": case.causal, "window": case.window, "attention_mask": mask}
+    seen = oracle.visible(case.batch, case.q_len, case.kv_len, q_offset=offset, **options)
     if case.starts:
         for b, starts in enumerate(case.starts):
             which = np.array([sum(s <= slot for s in starts) for slot in range(max(case.q_len, case.kv_len))])

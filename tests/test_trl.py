@@ -21,7 +21,7 @@ from conftest import INTERPRETED
 from models import prompts, tiny
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback, modeling_utils
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_utils
 
 import hf_fastattn
 from benchmarks import rollout
@@ -59,22 +59,18 @@ def _transformers(model):
 def _lora(model):
     peft = pytest.importorskip("peft")
     model.gradient_checkpointing_enable()
-    model = peft.get_peft_model(model, peft.LoraConfig(**LORA, init_lora_weights=False))
-    model.enable_input_require_grads()
-    return model
+    return _transformers(peft.get_peft_model(model, peft.LoraConfig(**LORA, init_lora_weights=False)))
 
 
 def _bits(model):
-    peft = pytest.importorskip("peft")
     model.is_loaded_in_4bit = True
-    return peft.prepare_model_for_kbit_training(model)
+    return pytest.importorskip("peft").prepare_model_for_kbit_training(model)
 
 
 def _of_peft(model):
     """PEFT's own hook, for models without Transformers' method."""
-    peft = pytest.importorskip("peft")
     other = SimpleNamespace(get_input_embeddings=model.get_input_embeddings)
-    peft.PeftModel._prepare_model_for_gradient_checkpointing(None, other)
+    pytest.importorskip("peft").PeftModel._prepare_model_for_gradient_checkpointing(None, other)
     return model
 
 
@@ -106,15 +102,18 @@ def _of_the_same_name(embedding):
     return make_inputs_require_grads
 
 
-def _with_other_globals(embedding):
+def _own(embedding):
     (hook,) = embedding._forward_hooks.values()
-    return types.FunctionType(hook.__code__, {"__name__": modeling_utils.__name__})
+    return hook
+
+
+def _with_other_globals(embedding):
+    return types.FunctionType(_own(embedding).__code__, {"__name__": modeling_utils.__name__})
 
 
 def _with_other_code(embedding):
-    (hook,) = embedding._forward_hooks.values()
-    hook.__code__ = (lambda module, input, output: 2 * output).__code__
-    return hook
+    _own(embedding).__code__ = (lambda module, input, output: 2 * output).__code__
+    return _own(embedding)
 
 
 def _of_the_same_file(embedding):
@@ -335,28 +334,12 @@ def test_the_example_of_the_page(tmp_path, monkeypatch):
     assert found["patched"].captures == 1 and not found["patched"].uncaptured
 
 
-@long
-def test_continuous_batching_is_refused(tmp_path):
-    run = Run(tmp_path, "GRPO", "before", use_transformers_continuous_batching=True)
-    with pytest.raises(ValueError, match=r"no paged cache .* use_transformers_continuous_batching=False"):
-        run.train()
-
-
 # ---- what goes wrong, and what users do between the steps ----
 
 
-class After(TrainerCallback):
-    """Calls change(model, step) after each step."""
-
-    def __init__(self, change):
-        self.change = change
-
-    def on_step_end(self, args, state, control, model=None, **_):
-        self.change(model, state.global_step)
-
-
 @long
-def test_a_hook_of_the_users_is_refused_as_long_as_it_is_there(tmp_path):
+def test_refusals(tmp_path):
+    """A hook of the user's as long as it is there; continuous batching; autocast around the trainer."""
     runs = []
     for when in (None, "before"):
         run = Run(tmp_path, "GRPO", when, lora=True)
@@ -368,67 +351,9 @@ def test_a_hook_of_the_users_is_refused_as_long_as_it_is_there(tmp_path):
     assert "Embedding has the forward hook" in reason and "<lambda>" in reason
     assert runs[1].counts() == (1, 3 * (NEW - 1) - 1, 3 * (NEW - 1))
     runs[1].agrees(runs[0])
-
-
-@long
-def test_adapters_that_are_switched_between_rollouts(tmp_path):
-    peft = pytest.importorskip("peft")
-    runs = []
-    for when in (None, "before"):
-        run = Run(tmp_path, "GRPO", when, lora=True, max_steps=6)
-        torch.manual_seed(3)
-        run.trainer.model.add_adapter("other", peft.LoraConfig(**LORA, init_lora_weights=False))
-        run.trainer.add_callback(After(lambda model, step: model.set_adapter("other" if step % 2 else "default")))
-        runs.append(run.train())
-    # The first set_adapter() gives all layers one list of active adapters, where each had its own: one more graph.
-    assert runs[1].patch.captures == 3 and not runs[1].patch.uncaptured
-    runs[1].agrees(runs[0])
-
-
-@long
-def test_a_reward_that_raises(tmp_path):
-    runs = []
-    for when in (None, "before"):
-        calls = []
-
-        def raises_once(completions, calls=calls, **_):
-            calls.append(completions)
-            if len(calls) == 2:
-                raise ArithmeticError
-            return reward(completions)
-
-        run = Run(tmp_path, "GRPO", when, given={"reward_funcs": raises_once})
-        with pytest.raises(ArithmeticError):
-            run.train()
-        runs.append(run.train())
-    assert runs[1].patch.captures == 1 and not runs[1].patch.uncaptured
-    runs[1].agrees(runs[0])
-
-
-@long
-def test_a_rollout_that_is_interrupted(tmp_path, monkeypatch):
-    run, replay = Run(tmp_path, "GRPO", "before", lora=True), fake_graph.RecordedGraph.replay
-    left = [15]
-
-    def half_once(graph):
-        left[0] -= 1
-        if left[0]:
-            return replay(graph)
-        whole, graph.operations = graph.operations, graph.operations[: len(graph.operations) // 2]
-        replay(graph)
-        graph.operations = whole
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fake_graph.RecordedGraph, "replay", half_once)
-    with pytest.raises(KeyboardInterrupt):
+    run = Run(tmp_path, "GRPO", "before", use_transformers_continuous_batching=True)
+    with pytest.raises(ValueError, match=r"no paged cache .* use_transformers_continuous_batching=False"):
         run.train()
-    run.train()
-    assert run.patch.captures == 1 and not run.patch.uncaptured
-    run.agrees(run)
-
-
-@long
-def test_autocast_around_the_trainer_is_named(tmp_path):
     run = Run(tmp_path, "GRPO", "before")
     with torch.autocast("cpu", torch.bfloat16):
         run.train()
@@ -530,22 +455,15 @@ def test_pictures(tmp_path):
     parts = "{% for c in m['content'] %}" + part + "{% endfor %}"
     content = "{% if m['content'] is string %}{{ m['content'] }}{% else %}" + parts + "{% endif %}"
     pixels = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    processor = LlavaProcessor(
-        *(pixels, tokenizer),
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        image_token="<image>",
-        num_additional_image_tokens=1,
-        chat_template="{% for m in messages %}" + content + "\n{% endfor %}",
-    )
+    options = {"patch_size": 4, "vision_feature_select_strategy": "default", "image_token": "<image>"}
+    options |= {"num_additional_image_tokens": 1, "chat_template": "{% for m in messages %}" + content + "\n{% endfor %}"}
+    processor = LlavaProcessor(pixels, tokenizer, **options)
     text = {**checkpoint.model().config.to_dict(), "vocab_size": len(tokenizer)}
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8}
     own = {"text_config": text, "vision_config": {"model_type": "clip_vision_model", **vision, "patch_size": 4}}
     own |= {"image_token_index": tokenizer.convert_tokens_to_ids("<image>"), "vision_feature_layer": -1}
-    rows = [
-        {"prompt": [{"role": "user", "content": "w" * (3 + i)}], "image": image.new("RGB", (8, 8), (40 * i, 9, 90))}
-        for i in range(6)
-    ]
+    prompt = lambda i: [{"role": "user", "content": "w" * (3 + i)}]  # noqa: E731
+    rows = [{"prompt": prompt(i), "image": image.new("RGB", (8, 8), (40 * i, 9, 90))} for i in range(6)]
     runs = []
     for when in (None, "before", "after"):
         torch.manual_seed(0)

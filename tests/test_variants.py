@@ -13,9 +13,7 @@ import hf_fastattn
 from hf_fastattn.kernels import INTERPRETED
 from hf_fastattn.kernels.host import launch
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED, reason="needs TRITON_INTERPRET=1, which records the launches without compiling them"
-)
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1: launches are recorded and not compiled")
 
 
 def _variant(start: launch.Launch) -> tuple:
