@@ -6,10 +6,9 @@ import contextlib
 import copy
 import gc
 import itertools
-from functools import partial
 
 import torch
-from calls import At, as_kernel, attention
+from calls import At
 from state import PROCESS, Interrupted, action
 from state_model import noise
 from transformers import LogitsProcessorList
@@ -83,22 +82,6 @@ def set_attention(side, variant):
     before = side.model.config._attn_implementation
     side.model.set_attn_implementation(("sdpa", "eager", "reference", "split_kv")[variant])
     return lambda side: side.model.set_attn_implementation(before)
-
-
-def _signed(sign: float):
-    @as_kernel
-    def signed(q, k, v, spans=None, **options):
-        return sign * attention(q, k, v, spans, **options)
-
-    return hf_fastattn.Backend(name="users_own", summary="of a user", prefill=signed)
-
-
-@action(2)
-def register_a_backend_again(side, variant):
-    sign = side.scratch["sign"] = -side.scratch.get("sign", 1.0)
-    hf_fastattn.register(_signed(sign))
-    if side.model.config._attn_implementation != "users_own":
-        side.model.set_attn_implementation("users_own")
 
 
 # Calls
@@ -274,25 +257,6 @@ def modes(side, variant):
     context = (lambda side: torch.inference_mode(), lambda side: torch.no_grad())[variant]
     side.contexts.append(context)
     return lambda side: side.contexts.remove(context)
-
-
-@action(5)
-def settings_of_the_process(side, variant):
-    if variant == 0:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if before == "highest" else "highest")
-        return lambda side: torch.set_float32_matmul_precision("highest")
-    change, now, before = (
-        (torch.use_deterministic_algorithms, True, False),
-        (partial(setattr, torch.backends.mkldnn, "enabled"), False, True),
-        (torch.set_default_dtype, torch.float64, torch.float32),
-        (partial(setattr, torch.backends.cuda.matmul, "allow_tf32"), True, False),
-    )[variant - 1]
-    change(now)
-    return lambda side: change(before)
-
-
-PROCESS.add("settings_of_the_process")
 
 
 @action(3)

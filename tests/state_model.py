@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
-from state import PROCESS, action
+from state import action
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
@@ -37,16 +37,6 @@ def copy_into_a_weight(side, variant):
 def replace_a_parameter(side, variant):
     layer = pick(side, variant)
     layer.weight = nn.Parameter(layer.weight.detach().flip(0).clone())
-
-
-@action(3)
-def transpose_a_weight(side, variant):
-    """The same storage, other strides."""
-    for layer in side.layers:
-        for name in (("o_proj",), ("q_proj",), ("q_proj", "o_proj"))[variant]:
-            module = getattr(layer.self_attn, name)
-            if type(module) is nn.Linear and module.weight.shape[0] == module.weight.shape[1]:
-                module.weight = nn.Parameter(module.weight.detach().t())
 
 
 @action(4)
@@ -177,26 +167,6 @@ def change_a_class(side, variant):
             mlp.__class__ = cls
 
     return undo
-
-
-@action()
-def change_a_method_of_a_class(side, variant):
-    cls = type(side.model.model.norm)
-    if "forward" not in vars(cls):
-        cls = cls.__mro__[1]
-    if hasattr(cls.forward, "before"):  # the other side has already done it for both
-        return lambda side: None
-    before = cls.forward
-
-    def negative(self, x):
-        return -before(self, x)
-
-    negative.before = before
-    cls.forward = negative
-    return lambda side: setattr(cls, "forward", before)
-
-
-PROCESS.add("change_a_method_of_a_class")
 
 
 @action(2)
