@@ -126,11 +126,7 @@ SIZES = [
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 ROPE_BY_TYPE = {kind: {**ROPE, "mrope_section": [4, 2, 2]} for kind in ("full_attention", "sliding_attention")}
 MOE = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-KV_SHARED = {
-    "num_hidden_layers": 4,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}
+KV_SHARED = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 TWO_KINDS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 8.0}
 LONGROPE |= {"original_max_position_embeddings": 64}
@@ -188,19 +184,15 @@ OWN: dict[str, dict] = {
         "canvas_length": 16,
     },
     "dots1": {**MOE, "n_shared_experts": 1},
-    "ernie4_5_vl_moe": {
-        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
-    },
+    "ernie4_5_vl_moe": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]}}},
     "esm": {"vocab_size": SPECIAL.stop, "mask_token_id": SPECIAL.start, "pad_token_id": 0},
     "esmc": {"num_key_value_heads": 4, "vocab_size": SPECIAL.stop},
     "Gemma3nForCausalLM": KV_SHARED,
     "Gemma4UnifiedForCausalLM": KV_SHARED,
     "glm5_next": {"text_config": {"index_topk": 16, "index_kpool": 4}},
     "granite4_vision": {
+        **{"deepstack_layer_map": [(-1, 0)], "downsample_rate": "1/2", "spatial_target_layers": [0, 0, 1, 1]},
         "init": {"text_config": {"model_type": "granite"}},
-        "deepstack_layer_map": [(-1, 0)],
-        "downsample_rate": "1/2",
-        "spatial_target_layers": [0, 0, 1, 1],
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mobilebert": {"intra_bottleneck_size": 64, "true_hidden_size": 64},
@@ -234,10 +226,8 @@ OWN: dict[str, dict] = {
     "step3p7": {"text_config": {"sliding_window": 16}},
     "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba": {
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
+        **{"attention_hidden_size": 128, "attention_head_dim": 32, "num_hidden_layers": 3},
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "num_hidden_layers": 3,
     },
 }
 

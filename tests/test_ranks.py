@@ -566,10 +566,7 @@ ALIKE = {  # the result of a scene on every rank, and the reason why its steps r
     "a_hook_on_one_rank": ("ok", "on rank 1, Linear has the forward hook"),
     "a_failed_capture": ("ok", "on rank 1, its code does something that a graph cannot.* .RuntimeError: no graph here."),
     "a_failed_rehearsal": ("ok", "on rank 1, its code reads a value on the host.*, and a graph only"),
-    "a_rehearsal_that_stops_late_on_one_rank": (
-        "ok",
-        "its code does something that a graph cannot.* .RuntimeError: it counts",
-    ),
+    "a_rehearsal_that_stops_late_on_one_rank": ("ok", "its code does something that a graph cannot.* .RuntimeError: it counts"),
 }
 
 
@@ -682,22 +679,6 @@ class Puts:
         pass
 
 
-def fail_in_a_streamer(rank: int, act) -> str:
-    """Generate with a streamer on rank 1 that fails. The process of rank 1 stays, as that of a notebook does."""
-    exchange.GRACE, scene = 0.5, Scene(rank)
-    with hf_fastattn.patch(scene.model, "lean") as patch:
-        generate(scene.model, scene.inputs)
-        if not rank:
-            return outcome(lambda: generate(scene.model, scene.inputs))
-        try:
-            generate(scene.model, scene.inputs, streamer=Puts(act))
-        except (ArithmeticError, KeyboardInterrupt) as error:
-            found = f"{type(error).__name__}, {len(graphs_of(patch))} graphs, "
-            found += f"and then {outcome(lambda: generate(scene.model, scene.inputs))}"
-        time.sleep(4)
-        return found
-
-
 def divide_by_zero() -> None:
     raise ZeroDivisionError("of the user")
 
@@ -705,36 +686,6 @@ def divide_by_zero() -> None:
 def interrupt() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
     os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("act", [divide_by_zero, interrupt])
-def test_a_rank_that_waits_for_one_that_has_failed_ends_with_a_sentence(tmp_path, act):
-    """A collective of gloo cannot be interrupted, so the process of the rank ends."""
-    of_family("llama")
-    first, second = processes.run(tmp_path, 2, fail_in_a_streamer, act)
-    kind = "ZeroDivisionError: of the user" if act is divide_by_zero else "KeyboardInterrupt"
-    assert f"hf_fastattn: Rank 1 failed during generate(): {kind}" in first.output
-    assert first.result is None and first.seconds < second.seconds
-    assert re.match(
-        f"{kind[:17]}.*, 0 graphs, and then RuntimeError: The process group of this model was aborted", str(second.result)
-    )
-
-
-def wait_in_a_step(rank: int) -> str:
-    exchange.GRACE, scene = 0.5, Scene(rank)
-    with hf_fastattn.patch(scene.model, "lean"):
-        generate(scene.model, scene.inputs)
-        exchange.WAIT = 4.0
-        return scene(streamer=Puts(lambda: time.sleep(600))) if rank else scene()
-
-
-@pytest.mark.slow
-def test_a_rank_that_stays_between_two_forwards_is_not_waited_for_longer_than_the_limit(tmp_path):
-    of_family("llama")
-    for ended in processes.run(tmp_path, 2, wait_in_a_step):
-        assert "hf_fastattn: Rank 1 did not begin forward 4 of generate() within 4 seconds." in ended.output
-        assert ended.result is None
 
 
 class StopsAt(StoppingCriteria):
@@ -745,33 +696,53 @@ class StopsAt(StoppingCriteria):
         return torch.full((len(ids),), ids.shape[1] >= self.tokens)
 
 
-def leave_silently(rank: int, how: str) -> list[str]:
-    """Rank 1 ends a call before rank 0, or its process is killed between two calls."""
+ACTS = {"raises": divide_by_zero, "is interrupted": interrupt, "stays": lambda: time.sleep(600)}
+
+
+def leave(rank: int, how: str) -> list[str]:
+    """Rank 1 leaves rank 0 alone in a call or after it. Its process stays, as that of a notebook does, and both call again."""
     exchange.GRACE, scene = 0.5, Scene(rank)
-    with hf_fastattn.patch(scene.model, "lean"):
-        if how == "stops":
-            first = outcome(lambda: generate(scene.model, scene.inputs, stopping_criteria=[StopsAt(100 - rank)]))
-        else:
-            first = scene()
-            if rank:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return [first, outcome(lambda: generate(scene.model, scene.inputs))]
+    call = lambda **options: outcome(lambda: generate(scene.model, scene.inputs, **options))  # noqa: E731
+    with hf_fastattn.patch(scene.model, "lean") as patch:
+        found = [call()]
+        exchange.WAIT = 4.0 if how == "stays" else exchange.WAIT
+        options = {"stopping_criteria": [StopsAt(100 - rank)]} if how == "stops earlier" else {}
+        try:
+            found.append(call(**options, streamer=Puts(ACTS[how]) if rank and how in ACTS else None))
+        except KeyboardInterrupt:
+            found.append("KeyboardInterrupt")
+        if rank and how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        found += [f"{len(graphs_of(patch))} graphs", call()]
+        time.sleep(4 if rank and how in ACTS else 0)
+        return found
+
+
+ABORTED = "RuntimeError: The process group of this model was aborted"
+LEFT = {  # what the process of rank 0 prints, and the results of both ranks; None: the process ended
+    "raises": ("Rank 1 failed during generate(): ZeroDivisionError: of the user", None, ["ok", "Zero", "0 graphs", ABORTED]),
+    "is interrupted": ("Rank 1 failed during generate(): KeyboardInterrupt", None, ["ok", "Keyboard", "0 graphs", ABORTED]),
+    "stays": ("Rank 1 did not begin forward 4 of generate() within 4 seconds.", None, None),
+    "stops earlier": (
+        "Rank 1 ended generate() after 3 forwards, and rank 0 has begun another.",
+        None,
+        ["ok", "ok", ".* graphs", "RuntimeError: generate.. ends on rank 1. (Rank|The process of rank) 0 has"],
+    ),
+    "is killed": ("", ["ok", "ok", ".*", "RuntimeError: generate.. ends on rank 0. The process of rank 1 has ended."], None),
+}
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_at_another_token_is_not_waited_for(tmp_path):
+@pytest.mark.parametrize("how", LEFT)
+def test_a_rank_that_another_has_left_ends_with_a_sentence(tmp_path, how):
+    """A collective of gloo cannot be interrupted, so the process of the rank ends."""
     of_family("llama")
-    first, second = processes.run(tmp_path, 2, leave_silently, "stops")
-    assert "hf_fastattn: Rank 1 ended generate() after 3 forwards, and rank 0 has begun another." in first.output
-    assert second.result[0] == "ok"
-    assert re.match("RuntimeError: generate.. ends on rank 1. (Rank|The process of rank) 0 has", second.result[1])
-
-
-@pytest.mark.slow
-def test_a_rank_whose_process_was_killed_is_not_waited_for(tmp_path):
-    of_family("llama")
-    first, _ = processes.run(tmp_path, 2, leave_silently, "is killed")
-    assert first.result == ["ok", "RuntimeError: generate() ends on rank 0. The process of rank 1 has ended."]
+    said, *expected = LEFT[how]
+    first, second = processes.run(tmp_path, 2, leave, how)
+    assert said in first.output and (how != "stays" or said in second.output)
+    for ended, result in zip((first, second), expected, strict=True):
+        assert ended.result == result or is_like(ended.result, result), ended
+    assert how == "is killed" or first.seconds < second.seconds or how == "stays"
 
 
 def test_the_end_of_a_process_on_this_host_is_noticed(monkeypatch):

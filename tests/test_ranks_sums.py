@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import processes
 import pytest
 import torch
@@ -17,6 +19,7 @@ from hf_fastattn import hf
 from hf_fastattn.kernels.host import launch, symmetric
 from hf_fastattn.patches.graphs import graphs as graph
 
+INPUTS, WHOLE = {"input_ids": torch.tensor([[3, 100]])}, {"return_dict_in_generate": True, "output_logits": True}
 pytestmark = [
     processes.HIDDEN,
     pytest.mark.slow,
@@ -82,24 +85,30 @@ def decode(rank: int, names: list[str], folder) -> list[dict]:
 def decode_by_sequence(rank: int, kv_heads: int, folder) -> list[dict]:
     """Two calls of generate(), the second with other weights of keys and values."""
     one = tiny("llama", num_key_value_heads=kv_heads).half()
-    inputs, options = {"input_ids": torch.tensor([[3, 100]])}, {"return_dict_in_generate": True, "output_logits": True}
+    found, model = [], shared(one).half()
+    with patched_with_peers(model, rank, folder, kv_sharding="sequence") as patched:
+        for _ in range(2):
+            got, want = (generate(each, INPUTS, max_new_tokens=3, **WHOLE) for each in (model, one))
+            found.append((got.logits, want.logits, Rerun.seen, patched.reasons))
+            for changed in (model, one):
+                for name, weight in changed.named_parameters():
+                    if "k_proj" in name or "v_proj" in name:
+                        hf.local(weight).data.mul_(-0.5)
+    found.append([name for name, module in model.named_modules() if "hf_fastattn" in str(vars(module).get("forward"))])
+    return found
+
+
+@contextmanager
+def patched_with_peers(model, rank: int, folder, **settings):
+    """A patched model whose ranks share memory, in files of the folder. Its graphs run again."""
     from test_exchange_kernels import shared_memory
 
-    found, model = [], shared(one).half()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "new_graph", Rerun)
         let_share(patch)
         patch.setattr(symmetric, "connect", lambda *_: shared_memory(folder, rank, 2, dtype=torch.float16, size=64))
-        with hf_fastattn.patch(model, "lean", peer_memory=True, kv_sharding="sequence") as patched:
-            for _ in range(2):
-                got, want = (generate(each, inputs, max_new_tokens=3, **options) for each in (model, one))
-                found.append((got.logits, want.logits, Rerun.seen, patched.reasons))
-                for changed in (model, one):
-                    for name, weight in changed.named_parameters():
-                        if "k_proj" in name or "v_proj" in name:
-                            hf.local(weight).data.mul_(-0.5)
-    found.append([name for name, module in model.named_modules() if "hf_fastattn" in str(vars(module).get("forward"))])
-    return found
+        with hf_fastattn.patch(model, "lean", peer_memory=True, **settings) as patched:
+            yield patched
 
 
 def let_share(patch) -> None:
@@ -124,20 +133,13 @@ def no_memory_to_share(rank: int) -> list[str]:
     return [*found, str(refused.value)]
 
 
-def decode_family(rank: int, name: str, folder, **settings) -> dict:
-    from test_exchange_kernels import shared_memory
-
+def decode_family(rank: int, name: str, folder) -> dict:
     folder.mkdir(exist_ok=True)
-    model, inputs = shared(of_family(name).half()).half(), {"input_ids": torch.tensor([[3, 100]])}
-    options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+    model = shared(of_family(name).half()).half()
     with Collectives() as collectives:
-        want = generate(model, inputs, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "new_graph", Rerun)
-        let_share(patch)
-        patch.setattr(symmetric, "connect", lambda *_: shared_memory(folder, rank, 2, dtype=torch.float16, size=64))
-        with hf_fastattn.patch(model, "lean", peer_memory=True, **settings) as patched:
-            got = generate(model, inputs, **options)
+        want = generate(model, INPUTS, max_new_tokens=4, **WHOLE)
+    with patched_with_peers(model, rank, folder) as patched:
+        got = generate(model, INPUTS, max_new_tokens=4, **WHOLE)
     return {
         "logits": ([x.float() for x in got.logits], [x.float() for x in want.logits]),
         "seen": Rerun.seen,

@@ -231,7 +231,8 @@ def test_frequencies_in_16_bits_and_training_mode():
 
 def image_model(name: str):
     """(model, inputs): a tiny vision-language model, in which 4 or 5 tokens of each row are those of an image."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 32}
+    vision = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2}
     images = {"image_token_id": 100, "image_token_index": 100}
     ids = tokens(2).where(tokens(2) < 100, 5)
     ids[:, 9:13] = 100
@@ -247,14 +248,7 @@ def image_model(name: str):
         inputs["token_type_ids"] = torch.zeros_like(ids)
     else:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        vision = {
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "window_size": 56,
-        }
+        vision = {**sizes, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "window_size": 56}
         config = {
             "vision_config": {**vision, "patch_size": 14, "fullatt_block_indexes": [0]},
             "text_config": {**models.COMMON, "rope_parameters": rope},
@@ -284,13 +278,13 @@ def test_images_in_plainly_causal_text_stream_and_their_tower_keeps_its_attentio
     assert model.config.text_config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    "name, sentence",
-    [
-        ("paligemma", "mask that is not plainly causal.*prefix"),
-        ("qwen2_5_vl", "positions of images and videos in three sections"),
-    ],
-)
+IMAGES = {
+    "paligemma": "mask that is not plainly causal.*prefix",
+    "qwen2_5_vl": "positions of images and videos in three sections",
+}
+
+
+@pytest.mark.parametrize("name, sentence", IMAGES.items())
 def test_images_that_streaming_does_not_support_are_refused_and_text_is_not(name, sentence):
     model, inputs = image_model(name)
     text = {"input_ids": inputs["input_ids"].where(inputs["input_ids"] < 100, 5)}

@@ -104,8 +104,7 @@ def test_every_exact_backend_trains(name, device):
 
 
 @pytest.mark.parametrize(
-    "family, compiled",
-    [("gpt_oss", False), *((family, compiled) for family in ("llama", "qwen2") for compiled in (False, True))],
+    "family, compiled", [("gpt_oss", False), *((family, compiled) for family in ("llama", "qwen2") for compiled in (False, True))]
 )  # GPT-OSS trains in a compiled graph only in newer Transformers
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_positions_that_restart(use_cache, compiled, family, device):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import zlib
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
@@ -119,20 +120,8 @@ def seen_by(case: Case, mask: np.ndarray | None) -> np.ndarray:
     return seen
 
 
-@dataclass
-class Inputs:
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    sink_logits: torch.Tensor | None
-    dout: torch.Tensor
-    dlse: torch.Tensor | None
-    spans: torch.Tensor | None
-    spec: Spec
-    seen: np.ndarray
-
-
-def make(case: Case, device) -> Inputs:
+def make(case: Case, device) -> SimpleNamespace:
+    """The tensors of a call, its Spec, and what its queries see."""
     rng = np.random.default_rng(zlib.crc32(case.id.encode()))
     dtype, dv = DTYPES[case.dtype], case.value_dim or case.head_dim
     new = lambda *shape: torch.as_tensor(rng.standard_normal(shape), dtype=dtype, device=device)  # noqa: E731
@@ -165,17 +154,18 @@ def make(case: Case, device) -> Inputs:
     by_argument = spans is None
     window = case.window if by_argument else None
     spec = Spec(case.scale, case.causal and by_argument, window, case.softcap, dropout=case.dropout)
-    return Inputs(q, k, v, sinks, dout, dlse, spans, spec, seen)
+    given = {"sink_logits": sinks, "dout": dout, "dlse": dlse, "spans": spans, "spec": spec, "seen": seen}
+    return SimpleNamespace(q=q, k=k, v=v, **given)
 
 
-def gradients(x: Inputs, forward, backward) -> list[torch.Tensor | None]:
+def gradients(x: SimpleNamespace, forward, backward) -> list[torch.Tensor | None]:
     seed = {"seed": torch.tensor([SEED], device=x.q.device)} if x.spec.dropout else {}
     out, lse = forward(x.q, KV(x.k, x.v), x.spec, x.spans, sink_logits=x.sink_logits, return_lse=True, **seed)
     given = seed | {"out": out, "lse": lse, "dout": x.dout, "dlse": x.dlse, "sink_logits": x.sink_logits}
     return list(backward(x.q, KV(x.k, x.v), x.spec, x.spans, **given))
 
 
-def by_autograd(x: Inputs, dtype: torch.dtype) -> list[torch.Tensor]:
+def by_autograd(x: SimpleNamespace, dtype: torch.dtype) -> list[torch.Tensor]:
     """Gradients of the formula in torch in `dtype`: exact in float64, the error of torch in the dtype of q."""
     seen = torch.as_tensor(x.seen, device=x.q.device)
     unseen = ~seen.any(1)[:, None, :, None]
@@ -260,14 +250,8 @@ def test_memory_is_that_of_the_gradients_and_some_bytes_for_each_query_and_head(
 def test_dropout_is_philox():
     """The known answers of its authors, with 7 rounds, and the share of what is kept."""
     zero, ones = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0xFFFFFFFF)
-    assert [f"{x.item():08x}" for x in dropout._philox([zero] * 4, zero, zero)] == [
-        "5f6fb709",
-        "0d893f64",
-        "4f121f81",
-        "4f730a48",
-    ]
-    found = dropout._philox([ones] * 4, ones, ones)
-    assert [f"{x.item():08x}" for x in found] == ["5207ddc2", "45165e59", "4d8ee751", "8c52f662"]
+    for given, known in ((zero, "5f6fb709 0d893f64 4f121f81 4f730a48"), (ones, "5207ddc2 45165e59 4d8ee751 8c52f662")):
+        assert [f"{x.item():08x}" for x in dropout._philox([given] * 4, given, given)] == known.split()
     heads, some = torch.arange(3), torch.arange(400)
     kept = dropout.kept(torch.tensor([SEED]), 0.1, 3, heads[:2], heads, some, some)
     assert abs(kept.double().mean() - 0.9) < 1e-3 and abs(kept.double().mean((0, 1, 2)) - 0.9).max() < 0.03
