@@ -13,7 +13,7 @@ from functools import partial
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # one allocation per tensor, so that accesses out of bounds are noticed
 
 import torch
-from cases import Case, make
+from cases import Case, cover, make
 from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
 
 from hf_fastattn.kernels.attention import prefill_hopper, schedule
@@ -34,12 +34,6 @@ CASES = [
     Case(q_len=1, kv_len=131, dtype="bf16", head_dim=128, batch=100, num_heads=8, num_kv_heads=4),
     Case(q_len=2, kv_len=1000, dtype="bf16", head_dim=128, batch=1, num_heads=71, num_kv_heads=1),  # blocks of a head's rows
 ]
-
-
-SHARES = (
-    "d64-causal", "d128-full", "d256-causal", "holes", "static-cache", "few-tiles", "packed-d128-14/2-33", "packed-d64-71/1-1",
-    "packed-window-sinks", "packed-static-cache", "packed-seq-first",
-)  # fmt: skip
 
 
 def attention() -> None:
@@ -64,14 +58,14 @@ def hopper_shares() -> None:
     import test_prefill_hopper as cases
 
     prefill_hopper._prepare = prefill_hopper._prepare.__wrapped__
-    for case in (case for case in (*cases.SHARED, *cases.PACKED) if case.name in SHARES):
-        q, k, v, spans, options = cases.make(case)
+    for case in (*cover(cases.SHARED), *cover(cases.PACKED)):
+        x = make(case, torch.device("cuda"))
         for plan in ((0, 1), (1, 2), (0, 5)):
             prefill_hopper.splits_of = lambda *args, plan=plan: plan
-            out, lse = call(partial(prefill_hopper.prefill, shares=True), q, k, v, spans, return_lse=True, **options)
+            out, lse = call(partial(prefill_hopper.prefill, shares=True), x.q, x.k, x.v, x.spans, **x.options)
             torch.cuda.synchronize()
-            assert not out.isnan().any() and not lse.isnan().any(), (case.name, plan)
-            print("ran prefill_hopper", case.name, "whole blocks and shares:", plan, flush=True)
+            assert not out.isnan().any() and not lse.isnan().any(), (case.id, plan)
+            print("ran prefill_hopper", case.id, "whole blocks and shares:", plan, flush=True)
 
 
 def small() -> None:

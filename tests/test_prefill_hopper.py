@@ -7,13 +7,16 @@ import math
 import re
 import subprocess
 import types
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import oracle
 import pytest
+import tolerance
 import torch
-from calls import attention
+from cases import Case, Inputs, make
 from conftest import INTERPRETED
 
 triton = pytest.importorskip("triton")
@@ -29,7 +32,7 @@ from hf_fastattn.kernels.attention.prefill_hopper.merge import merge_shares  # n
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
-from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, build_spans, segments, with_rows  # noqa: E402
+from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, segments, with_rows  # noqa: E402
 from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
@@ -345,214 +348,108 @@ def test_compiles_for_hopper_without_a_gpu(head_dim, value_dim, changes, flags, 
 # --- results, on the GPU --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    """Shapes, and how the spans are built where `spans` (else there are none)."""
-
-    name: str
-    batch: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    q_len: int = 300
-    kv_len: int = 300
-    head_dim: int = 128
-    value_dim: int | None = None  # head_dim where None
-    dtype: torch.dtype = torch.bfloat16
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    spans: bool = False
-    q_offset: int | None = None
-    mask: str | None = None  # "left", "right", "holes"
-    seq_first: bool = False  # q, k, v stored as (batch, length, heads, head_dim)
-    intervals: str | None = None  # a kind of `intervals`; with spans
+def new(q_len=300, kv_len=300, mask=None, **own) -> Case:
+    """A case, with padding or holes among the positions that its queries see."""
+    case = Case(q_len, kv_len, **{"head_dim": 128, "dtype": "bf16", **own})
+    if mask is None:
+        return case
+    seen, edges = case.first_query + q_len, [60 + 77 * row for row in range(case.batch)]
+    rows = {"left": [(e, seen, 0.0) for e in edges], "right": [(0, seen - e, 0.0) for e in edges], "holes": [(0, seen, 0.3)] * 2}
+    return replace(case, rows=tuple(rows[mask]), mask_len=seen)
 
 
+# Longer ones than those of test_kernels, in which every option of this kernel occurs.
 CASES = [
-    *(Case(f"d{d}-{'causal' if c else 'full'}-{n}", q_len=n, kv_len=n, head_dim=d, causal=c)
-      for d in WHOLE for c in (True, False) for n in (128, 511, 1000)),
-    *(Case(f"d{d}-{'causal' if c else 'full'}-{n}", q_len=n, kv_len=n, head_dim=d, causal=c)
-      for d in PARTS for c, n in ((True, 511), (False, 300))),
-    *(Case(f"d{d}-fp16", head_dim=d, dtype=torch.float16, q_len=777, kv_len=777) for d in (*WHOLE, *PARTS)),
-    *(Case(f"d{d}v{v}", head_dim=d, value_dim=v, q_len=511, kv_len=511)
-      for d, v in ((192, 128), (128, 192), (96, 64), (64, 200))),
-]  # fmt: skip
+    *(new(n, n, head_dim=d, causal=c) for d in WHOLE for c in (True, False) for n in (128, 511, 1000)),
+    *(new(n, n, head_dim=d, causal=c) for d in PARTS for c, n in ((True, 511), (False, 300))),
+    *(new(777, 777, head_dim=d, dtype="fp16") for d in (*WHOLE, *PARTS)),
+    *(new(511, 511, head_dim=d, value_dim=v) for d, v in ((192, 128), (128, 192), (96, 64), (64, 200))),
+    *(new(2100, 2100, head_dim=d, batch=3, num_heads=16, num_kv_heads=4) for d in (*WHOLE, 80, 96, 112, 192)),
+]
+SHARED = [
+    *(new(n, 1333, head_dim=d, causal=c) for d in (64, 80, 96, 112, 128, 192, 256) for n, c in ((200, True), (100, False))),
+    *(new(130, 4000, dtype="fp16"), new(130, 1500, head_dim=192, value_dim=128), new(), new(100, 1, causal=False)),
+    *(new(300, 2000, window=256), new(300, 2000, softcap=20.0, sinks=True), new(300, 4096, q_offset=1000), new(400, 150)),
+    new(70, 1000, num_heads=9, num_kv_heads=3, head_dim=64),
+    new(200, 1500, "left", q_offset=900, sinks=True),
+    *(new(200, 1500, "right", q_offset=900), new(200, 1500, "holes", q_offset=900), new(200, 1500, layout="token_major")),
+    new(700, 2100, batch=3, num_heads=16, num_kv_heads=4),
+]
+PACKED = [
+    *(
+        new(q_len, 1333, num_heads=heads, num_kv_heads=kv_heads, head_dim=d)
+        for d, heads, kv_heads, q_len in ((128, 8, 2, 17), (64, 71, 1, 1), (128, 14, 2, 33), (256, 16, 2, 65), (96, 8, 4, 64))
+    ),
+    new(50, 1500, num_heads=8, window=256, sinks=True),
+    new(40, 900, num_heads=14, softcap=20.0, causal=False, dtype="fp16"),
+    new(20, 4096, num_heads=8, q_offset=1000, sinks=True),
+    new(70, 1500, "left", num_heads=16, q_offset=900, value_dim=64),
+    new(33, 1500, "holes", num_heads=14, q_offset=900, sinks=True),
+    *(new(130, 700, num_heads=32, layout="token_major"), new(400, 150, num_heads=8)),
+]
+assert all(pack_of(case.q_len, case.num_heads // case.num_kv_heads) > 1 for case in PACKED)
+_rows = new(700, 700, q_offset=0)
+ROWS = [  # with an interval for each query, of a kind of `intervals`
+    *((replace(_rows, head_dim=d), "documents") for d in (*WHOLE, 80, 96, 112, 192)),
+    *((replace(_rows, causal=False, kv_len=n), "documents") for n in (700, 900)),
+    *((replace(_rows, head_dim=d, num_heads=8), "short") for d in WHOLE),
+    *((replace(_rows, num_heads=3, num_kv_heads=3), "any"), (replace(_rows, causal=False, head_dim=64), "any")),
+    *((replace(_rows, head_dim=d, window=100, softcap=20.0, sinks=True), "documents") for d in WHOLE),
+    (replace(_rows, window=100, causal=False), "documents"),
+    (replace(_rows, q_offset=150, kv_len=1000, num_heads=8), "documents"),
+    (new(700, 700, "left", q_offset=0, sinks=True), "documents"),
+    (new(700, 700, "right", q_offset=0, head_dim=64), "documents"),
+    (replace(_rows, num_heads=9, num_kv_heads=3, head_dim=64), "documents"),
+    (replace(_rows, layout="token_major", num_heads=14, dtype="fp16"), "documents"),
+    (replace(_rows, head_dim=192, value_dim=128), "documents"),
+    (new(2100, 2100, q_offset=0, batch=3, num_heads=16, num_kv_heads=4), "documents"),
+]
 
 
-def make(case: Case, device="cuda"):
-    torch.manual_seed(0)
-
-    def tensor(heads, length, width=case.head_dim):
-        if case.seq_first:
-            return torch.randn(case.batch, length, heads, width, device=device).to(case.dtype).transpose(1, 2)
-        return torch.randn(case.batch, heads, length, width, device=device).to(case.dtype)
-
-    q, k = tensor(case.heads, case.q_len), tensor(case.kv_heads, case.kv_len)
-    v = tensor(case.kv_heads, case.kv_len, case.value_dim or case.head_dim)
-    spans = None
-    if case.spans:
-        mask = None
-        if case.mask is not None:
-            seen = case.q_offset + case.q_len
-            mask = torch.ones(case.batch, seen, dtype=torch.bool, device=device)
-            for row in range(case.batch):
-                edge = 60 + 77 * row
-                if case.mask == "left":
-                    mask[row, :edge] = False
-                elif case.mask == "right":
-                    mask[row, seen - edge :] = False
-                else:
-                    mask[row, torch.randperm(seen, device=device)[: seen // 3]] = False
-        shape, own = (case.batch, case.q_len, case.kv_len), {"causal": case.causal, "window": case.window}
-        spans = build_spans(*shape, q.device, q_offset=case.q_offset, attention_mask=mask, **own)
-        if case.intervals is not None:
-            lo, hi = intervals(case.intervals, case.batch, case.q_len, case.q_offset, case.kv_len)
-            spans = with_rows(spans, lo.to(device), hi.to(device))
-        for row in range(case.batch):  # what was never written may hold anything
-            stop = spans[row, 0, 0, 2].item()
-            if case.intervals is not None:  # nor does any query see what follows the last interval
-                stop = min(stop, spans[row, 0, 1, -1].item())
-            k[row, :, stop:] = float("nan")
-            v[row, :, stop:] = float("nan")
-    options = dict(causal=case.causal, window=case.window, softcap=case.softcap)
-    if case.sinks:
-        options["sink_logits"] = torch.randn(case.heads, device=device)
-    return q, k, v, spans, options
+def with_intervals(x: Inputs, case: Case, kind: str) -> Inputs:
+    lo, hi = intervals(kind, case.batch, case.q_len, case.q_offset, case.kv_len)
+    slots = np.arange(case.kv_len)
+    x.seen &= (lo.numpy()[..., None] <= slots) & (slots < hi.numpy()[..., None])
+    x.spans = with_rows(x.spans, lo.to(x.q.device), hi.to(x.q.device))
+    for row, stop in enumerate(hi[:, -1].tolist()):  # no query sees what follows the last interval
+        x.k[row, :, stop:] = x.v[row, :, stop:] = float("nan")
+    return x
 
 
-def exact(q, k, v, spans, causal, window, softcap=None, sink_logits=None):
-    """Attention in fp64, and its lse."""
-    group = q.shape[1] // k.shape[1]
-    seen = reference.visible(q.shape[2], k.shape[2], q.device, spans, causal, window)
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    scores = q @ k.nan_to_num().transpose(2, 3) * q.shape[3] ** -0.5
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
-    if sink_logits is not None:
-        scores = torch.cat([scores, sink_logits.double()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    lse = scores.logsumexp(-1)
-    weights = torch.softmax(scores, -1)[..., : k.shape[2]].nan_to_num(0.0)
-    return weights @ v.nan_to_num(), lse
+def assert_right(case: Case, kernel, kind: str | None = None, device="cuda") -> None:
+    x = make(case, torch.device(device))
+    x = x if kind is None else with_intervals(x, case, kind)
+    run = partial(call, kernel, x.q, x.k, x.v, x.spans, **x.options)
+    out, lse = run()
+    expected = oracle.attention(x.q, x.k, x.v, x.seen, **{n: x.options[n] for n in ("scale", "softcap", "sink_logits")})
+    tolerance.assert_attention((out, lse), expected, x.q, x.k, x.v, x.spans, x.seen, x.options, case.id)
+    assert out.transpose(1, 2).is_contiguous() and not out.isnan().any() and torch.equal(out, run()[0])  # the same bits again
 
 
-@pytest.fixture
-def nan_filled(monkeypatch):
-    """Outputs begin as NaN, so that a row which is not written shows."""
-
-    def filled(*args, **kwargs):
-        out, lse = original(*args, **kwargs)
-        out.fill_(float("nan"))
-        lse.fill_(float("nan"))
-        return out, lse
-
-    original = checks.empty_outputs
-    monkeypatch.setattr(checks, "empty_outputs", filled)
-
-
-def assert_right(case, kernel):
-    q, k, v, spans, options = make(case)
-    prefill = partial(call, kernel)
-    out, lse = prefill(q, k, v, spans, return_lse=True, **options)
-    want, want_lse = exact(q, k, v, spans, **options)
-    twin = attention(q, k.nan_to_num(), v.nan_to_num(), spans, **options).double()
-    assert out.shape == (*q.shape[:3], v.shape[3]) and out.transpose(1, 2).is_contiguous() and not out.isnan().any()
-    # Unlike the fp32 twin the kernel rounds its weights to the inputs' dtype, as every kernel of this kind does.
-    eps = torch.finfo(case.dtype).eps
-    bound = 2 * (twin - want).abs().max() + 4 * eps * want.abs().max()
-    assert (out.double() - want).abs().max() <= bound
-    assert torch.equal(lse.isinf(), want_lse.isinf())
-    finite = ~want_lse.isinf()
-    assert (lse.double() - want_lse)[finite].abs().max() < 2e-3
-    assert torch.equal(out, prefill(q, k, v, spans, return_lse=True, **options)[0])  # the same bits again
+ids = {"ids": lambda value: getattr(value, "id", None)}
 
 
 @on_hopper
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_results_are_correct(case, nan_filled):
+@pytest.mark.parametrize("case", [*CASES, *(case for case in PACKED if case.q_len >= hopper.MIN_ROWS)], **ids)
+def test_results_are_correct(case):
     assert_right(case, hopper.prefill)
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", (*WHOLE, 80, 96, 112, 192))
-def test_many_items_per_program(head_dim, nan_filled):
-    assert_right(Case("many", batch=3, heads=16, kv_heads=4, q_len=2100, kv_len=2100, head_dim=head_dim), hopper.prefill)
-
-
-SHARED = [
-    *(Case(f"d{d}-{'causal' if c else 'full'}", q_len=n, kv_len=1333, head_dim=d, causal=c)
-      for d in (64, 80, 96, 112, 128, 192, 256) for n, c in ((200, True), (100, False))),
-    Case("fp16", dtype=torch.float16, q_len=130, kv_len=4000),
-    Case("latent", head_dim=192, value_dim=128, q_len=130, kv_len=1500),
-    Case("few-tiles", q_len=300, kv_len=300),
-    Case("one-key", q_len=100, kv_len=1, causal=False),
-    Case("window", q_len=300, kv_len=2000, window=256),
-    Case("softcap-sinks", q_len=300, kv_len=2000, softcap=20.0, sinks=True),
-    Case("group-3", heads=9, kv_heads=3, head_dim=64, q_len=70, kv_len=1000),
-    Case("static-cache", spans=True, q_len=300, kv_len=4096, q_offset=1000),
-    Case("queries-before-keys", q_len=400, kv_len=150),
-    Case("left-padding", spans=True, q_len=200, kv_len=1500, q_offset=900, mask="left", sinks=True),
-    Case("right-padding", spans=True, q_len=200, kv_len=1500, q_offset=900, mask="right"),
-    Case("holes", spans=True, q_len=200, kv_len=1500, q_offset=900, mask="holes"),
-    Case("seq-first", seq_first=True, q_len=200, kv_len=1500),
-    Case("many", batch=3, heads=16, kv_heads=4, q_len=700, kv_len=2100),
-]  # fmt: skip
-PACKED = [
-    *(Case(f"packed-d{d}-{heads}/{kv_heads}-{q_len}", heads=heads, kv_heads=kv_heads, head_dim=d, q_len=q_len, kv_len=1333)
-      for d, heads, kv_heads, q_len in ((128, 8, 2, 17), (64, 71, 1, 1), (128, 14, 2, 33), (256, 16, 2, 65), (96, 8, 4, 64))),
-    Case("packed-window-sinks", heads=8, q_len=50, kv_len=1500, window=256, sinks=True),
-    Case("packed-softcap-full", heads=14, q_len=40, kv_len=900, softcap=20.0, causal=False, dtype=torch.float16),
-    Case("packed-static-cache", heads=8, spans=True, q_len=20, kv_len=4096, q_offset=1000, sinks=True),
-    Case("packed-left-padding", heads=16, spans=True, q_len=70, kv_len=1500, q_offset=900, mask="left", value_dim=64),
-    Case("packed-holes", heads=14, spans=True, q_len=33, kv_len=1500, q_offset=900, mask="holes", sinks=True),
-    Case("packed-seq-first", heads=32, seq_first=True, q_len=130, kv_len=700),
-    Case("packed-queries-before-keys", heads=8, q_len=400, kv_len=150),
-]  # fmt: skip
-assert all(pack_of(case.q_len, case.heads // case.kv_heads) > 1 for case in PACKED)
-
-
-_rows = Case("rows", spans=True, q_offset=0, q_len=700, kv_len=700, intervals="documents")
-ROWS = [
-    *(replace(_rows, name=f"d{d}", head_dim=d) for d in (*WHOLE, 80, 96, 112, 192)),
-    replace(_rows, name="full", causal=False),
-    replace(_rows, name="full-longer-buffer", causal=False, kv_len=900),
-    *(replace(_rows, name=f"d{d}-short-group-4", head_dim=d, heads=8, intervals="short") for d in WHOLE),
-    replace(_rows, name="any", intervals="any", heads=3, kv_heads=3),
-    replace(_rows, name="any-full", intervals="any", causal=False, head_dim=64),
-    *(replace(_rows, name=f"d{d}-window-softcap-sinks", head_dim=d, window=100, softcap=20.0, sinks=True) for d in WHOLE),
-    replace(_rows, name="window-full", window=100, causal=False),
-    replace(_rows, name="after-a-cache", q_offset=150, kv_len=1000, heads=8),
-    replace(_rows, name="left-padding", mask="left", sinks=True),
-    replace(_rows, name="right-padding", mask="right", head_dim=64),
-    replace(_rows, name="group-3", heads=9, kv_heads=3, head_dim=64),
-    replace(_rows, name="seq-first", seq_first=True, heads=14, dtype=torch.float16),
-    replace(_rows, name="latent", head_dim=192, value_dim=128),
-    replace(_rows, name="many", batch=3, heads=16, kv_heads=4, q_len=2100, kv_len=2100),
-]  # fmt: skip
-
-
-@on_hopper
-@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
-def test_results_of_intervals_are_correct(case, nan_filled):
-    assert_right(case, partial(hopper.prefill, shares=True))
+@pytest.mark.parametrize("case, kind", ROWS, **ids)
+def test_results_of_intervals_are_correct(case, kind):
+    assert_right(case, partial(hopper.prefill, shares=True), kind)
 
 
 @on_hopper
 @pytest.mark.parametrize("whole, splits", [(0, 2), (0, 3), (0, 16), (1, 2), (2, 5)])
-@pytest.mark.parametrize("case", [*SHARED, *PACKED], ids=lambda case: case.name)
-def test_results_of_shares_are_correct(case, whole, splits, nan_filled, monkeypatch):
+@pytest.mark.parametrize("case", [*SHARED, *PACKED], **ids)
+def test_results_of_shares_are_correct(case, whole, splits, monkeypatch):
     launches = []
     monkeypatch.setattr(hopper, "splits_of", lambda *args: launches.append(args) or (whole, splits))
     monkeypatch.setattr(hopper, "_prepare", hopper._prepare.__wrapped__)
     assert_right(case, partial(hopper.prefill, shares=True))
     assert launches
-
-
-@on_hopper
-@pytest.mark.parametrize("case", [c for c in PACKED if c.q_len >= hopper.MIN_ROWS], ids=lambda case: case.name)
-def test_packed_heads_are_right_in_one_launch(case, nan_filled):
-    assert_right(case, hopper.prefill)
 
 
 @on_hopper
