@@ -6,12 +6,11 @@ As in test_kernels: on a GPU the real kernels run, on a CPU the reference, and w
 from __future__ import annotations
 
 import importlib
-import zlib
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import cases
 import numpy as np
-import oracle
 import pytest
 import tolerance
 import torch
@@ -35,8 +34,8 @@ SEED = -(1 << 40) + 12345
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call. live: per row, (from, to, share of holes). starts: per row, where packed sequences begin."""
+class Case(cases.Case):
+    """A call with the options of training. starts: per row, where packed sequences begin."""
 
     q_len: int = LENGTH
     kv_len: int = LENGTH
@@ -44,27 +43,18 @@ class Case:
     num_heads: int = 2
     num_kv_heads: int = 1
     head_dim: int = 16
-    value_dim: int | None = None
-    dtype: str = "fp32"
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    sinks: bool = False
     dlse: bool = False
-    live: tuple[tuple[int, int, float], ...] | None = None
     starts: tuple[tuple[int, ...], ...] | None = None
     expanded: tuple[int, ...] = ()  # dimensions in which dout is expanded: all in the gradient of a sum
     dropout: float = 0.0
     portable: bool = False  # on Hopper too
 
     @property
-    def id(self) -> str:
-        own = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case, k)]
-        return "-".join(own).replace(" ", "") or "plain"
+    def has_spans(self) -> bool:
+        return self.rows is not None or self.starts is not None
 
 
-_padded = Case(batch=2, live=((20, LENGTH, 0.0), (0, LENGTH - 9, 0.0)))
+_padded = Case(batch=2, rows=((20, LENGTH, 0.0), (0, LENGTH - 9, 0.0)))
 _packed = Case(q_len=LENGTH, batch=2, starts=((0, 10, 11, 40), (0, 32)))
 CASES = [
     Case(),
@@ -86,8 +76,8 @@ CASES = [
     _padded,
     replace(_padded, causal=False, softcap=3.0),
     replace(_padded, window=11, sinks=True, dtype="fp16"),
-    Case(batch=2, live=((0, 0, 0.0), (5, LENGTH, 0.4)), sinks=True),
-    Case(batch=2, live=((0, 0, 0.0), (5, LENGTH, 0.4)), causal=False),
+    Case(batch=2, rows=((0, 0, 0.0), (5, LENGTH, 0.4)), sinks=True),
+    Case(batch=2, rows=((0, 0, 0.0), (5, LENGTH, 0.4)), causal=False),
     _packed,
     replace(_packed, causal=False),
     replace(_packed, window=7, softcap=3.0, dtype="fp16"),
@@ -107,55 +97,28 @@ elif INTERPRETED:  # Triton's interpreter computes bf16 wrongly
     CASES = [case for case in CASES if case.dtype != "bf16"]
 
 
-def seen_by(case: Case, mask: np.ndarray | None) -> np.ndarray:
-    """The mask by its definition, element by element: bool (batch, q_len, kv_len)."""
-    offset = 0 if case.starts else case.kv_len - case.q_len
-    options = {"causal": case.causal, "window": case.window, "attention_mask": mask}
-    seen = oracle.visible(case.batch, case.q_len, case.kv_len, q_offset=offset, **options)
-    if case.starts:
-        for b, starts in enumerate(case.starts):
-            which = np.array([sum(s <= slot for s in starts) for slot in range(max(case.q_len, case.kv_len))])
-            seen[b] &= which[: case.q_len, None] == which[None, : case.kv_len]
-            seen[b, :, case.q_len :] = False
-    return seen
-
-
 def make(case: Case, device) -> SimpleNamespace:
     """The tensors of a call, its Spec, and what its queries see."""
-    rng = np.random.default_rng(zlib.crc32(case.id.encode()))
-    dtype, dv = DTYPES[case.dtype], case.value_dim or case.head_dim
-    new = lambda *shape: torch.as_tensor(rng.standard_normal(shape), dtype=dtype, device=device)  # noqa: E731
-    q = new(case.batch, case.q_len, case.num_heads, case.head_dim).transpose(1, 2)
-    k, v = (new(case.batch, case.num_kv_heads, case.kv_len, d) for d in (case.head_dim, dv))
-    mask, spans = None, None
-    if case.live:
-        mask = np.zeros((case.batch, case.kv_len), dtype=bool)
-        for row, (start, stop, holes) in zip(mask, case.live, strict=True):
-            row[start:stop] = rng.random(stop - start) >= holes
-    if case.live or case.starts:
-        given = None if mask is None else torch.as_tensor(mask, device=device)
-        offset = 0 if case.starts else case.kv_len - case.q_len
-        spans = build_spans(case.batch, case.q_len, case.kv_len, device, q_offset=offset, causal=case.causal, window=case.window,
-                            attention_mask=given)  # fmt: skip
+    x = cases.make(replace(case, q_offset=0) if case.starts else case, device)
     if case.starts:
         first = torch.zeros(case.batch, case.q_len, dtype=torch.bool, device=device)
-        for row, starts in zip(first, case.starts, strict=True):
-            row[list(starts)] = True
-        spans = with_rows(spans, *segments(first))
-    seen = seen_by(case, mask)
+        for b, starts in enumerate(case.starts):
+            first[b, list(starts)] = True
+            which = np.searchsorted(starts, np.arange(max(case.q_len, case.kv_len)), "right")
+            x.seen[b] &= which[: case.q_len, None] == which[None, : case.kv_len]
+            x.seen[b, :, case.q_len :] = False
+        x.spans = with_rows(x.spans, *segments(first))
     # Slots before the first visible one and after the last may contain any value.
-    by_any = seen.any(1)
+    by_any = x.seen.any(1)
     outside = ~(np.logical_or.accumulate(by_any, 1) & np.logical_or.accumulate(by_any[:, ::-1], 1)[:, ::-1])
-    k, v = (x.masked_fill(torch.as_tensor(outside, device=device)[:, None, :, None], float("nan")) for x in (k, v))
-    shape = (case.batch, case.num_heads, case.q_len, dv)
-    dout = new(*(1 if i in case.expanded else n for i, n in enumerate(shape))).expand(shape)
-    dlse = new(*q.shape[:3]).float() if case.dlse else None
-    sinks = new(case.num_heads) if case.sinks else None
-    by_argument = spans is None
-    window = case.window if by_argument else None
-    spec = Spec(case.scale, case.causal and by_argument, window, case.softcap, dropout=case.dropout)
-    given = {"sink_logits": sinks, "dout": dout, "dlse": dlse, "spans": spans, "spec": spec, "seen": seen}
-    return SimpleNamespace(q=q, k=k, v=v, **given)
+    k, v = (t.masked_fill(torch.as_tensor(outside, device=device)[:, None, :, None], float("nan")) for t in (x.k, x.v))
+    noise, shape = torch.Generator().manual_seed(len(case.id)), (*x.q.shape[:3], v.shape[3])
+    dout = torch.randn([1 if i in case.expanded else n for i, n in enumerate(shape)], generator=noise).to(x.q).expand(shape)
+    dlse = torch.randn(shape[:3], generator=noise).to(device) if case.dlse else None
+    scoring = {name: x.options[name] for name in ("scale", "causal", "window", "softcap")}
+    given = {"sink_logits": x.options["sink_logits"], "dout": dout, "dlse": dlse, "spans": x.spans, "seen": x.seen}
+    q = x.q.transpose(1, 2).contiguous().transpose(1, 2)  # as of a projection
+    return SimpleNamespace(q=q, k=k, v=v, spec=Spec(**scoring, dropout=case.dropout), **given)
 
 
 def gradients(x: SimpleNamespace, forward, backward) -> list[torch.Tensor | None]:
@@ -303,7 +266,7 @@ def test_dropout_of_nothing_and_of_nearly_everything(p, device):
 GRADCHECKED = [
     Case(q_len=5, kv_len=7, num_heads=2, head_dim=3, sinks=True, softcap=2.0),
     Case(q_len=6, kv_len=4, head_dim=2, value_dim=3, causal=False, window=2),
-    Case(q_len=7, kv_len=7, head_dim=2, batch=2, live=((0, 0, 0.0), (1, 6, 0.3))),
+    Case(q_len=7, kv_len=7, head_dim=2, batch=2, rows=((0, 0, 0.0), (1, 6, 0.3))),
     Case(q_len=8, kv_len=8, head_dim=2, starts=((0, 3, 4),)),
     Case(q_len=6, kv_len=7, num_heads=2, head_dim=2, dropout=0.4),
 ]
