@@ -362,3 +362,8 @@ def build(model: Model, variant: str = "") -> torch.nn.Module:
         config.is_decoder = True
     transformers.set_seed(0)
     return cls._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def named(name: str, model_type: str, kind: str = "vision") -> torch.nn.Module:
+    """The tiny model of one class, without a search for all of them."""
+    return build(Model(name, model_type, kind, f"transformers.models.{model_type}.modeling_{model_type}", True))

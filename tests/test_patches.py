@@ -525,8 +525,7 @@ def test_paligemma_over_gemma_2_takes_no_masks(captured):
 
 
 def test_an_argument_in_the_output_is_that_of_the_step(captured):
-    names = "Qwen2AudioForConditionalGeneration", "qwen2_audio", "multimodal"
-    model = every_model.build(every_model.Model(*names, "transformers.models.qwen2_audio.modeling_qwen2_audio", True))
+    model = every_model.named("Qwen2AudioForConditionalGeneration", "qwen2_audio", "multimodal")
     seen, update = [], model._update_model_kwargs_for_generation
 
     def keep(outputs, *args, **kwargs):
@@ -1093,16 +1092,7 @@ def test_objects_of_the_process_are_searched_only_where_a_part_has_further_refer
 
 
 def test_a_model_whose_generate_is_that_of_a_part():
-    from transformers import Blip2Config, Blip2ForConditionalGeneration, OPTConfig
-
-    own = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = OPTConfig(**own, vocab_size=128, ffn_dim=32, word_embed_proj_dim=32)
-    parts = {
-        "vision_config": {**own, "intermediate_size": 32, "image_size": 28, "patch_size": 14},
-        "qformer_config": {**own, "intermediate_size": 32, "encoder_hidden_size": 32, "vocab_size": 128},
-    }
-    config = Blip2Config(**parts, text_config=text, num_query_tokens=4, image_token_index=127)
-    model = Blip2ForConditionalGeneration(config).eval()
+    model = every_model.named("Blip2ForConditionalGeneration", "blip_2")
     with pytest.raises(ValueError, match=r"patch\(model\.language_model\)"):
         hf_fastattn.patch(model)
     with hf_fastattn.patch(model.language_model, graph=False) as patch:

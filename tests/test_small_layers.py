@@ -109,6 +109,10 @@ def one_missing(self, x):
     return self.weight * torch.cat([self.quotient(x)[..., :-1], x[..., -1:]], -1).to(x.dtype)
 
 
+def scaled(self, x):
+    return self.weight * self.quotient(x).to(x.dtype) * self.scale
+
+
 def raises(self, x):
     raise OSError(x)
 
@@ -122,7 +126,7 @@ OTHERS = {
     "clamped": {"quotient": lambda self, x: Norm.quotient(self, x.clamp(-4000, 4000))},
     "of two arguments": {"forward": lambda self, x, gate=None: self.weight * self.quotient(x).to(x.dtype)},
     "calls a function": {"forward": lambda self, x: helper(self.weight * self.quotient(x).to(x.dtype))},
-    "with a tensor": {"forward": lambda self, x: Norm.forward(self, x) * self.scale, "scale": torch.ones(96)},
+    "with a tensor": {"forward": scaled, "scale": torch.ones(96)},
     "raises": {"forward": raises},
     "a wide weight": {"weight": nn.Parameter(torch.ones(2, 48))},
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import every_model
 import fake_graph
+import model_inputs
 import models
 import pytest
 import torch
 from conftest import INTERPRETED
-from transformers import AutoModelForImageTextToText
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import RollingCache
@@ -229,38 +229,11 @@ def test_frequencies_in_16_bits_and_training_mode():
 # Models with other inputs than text.
 
 
-def image_model(name: str):
-    """(model, inputs): a tiny vision-language model, in which 4 or 5 tokens of each row are those of an image."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32}
-    vision = {**sizes, "num_hidden_layers": 1, "num_attention_heads": 2}
-    images = {"image_token_id": 100, "image_token_index": 100}
-    ids = tokens(2).where(tokens(2) < 100, 5)
-    ids[:, 9:13] = 100
-    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 28, 28, generator=torch.Generator().manual_seed(0))}
-    small = {**vision, "image_size": 28, "patch_size": 14}
-    text = {**models.COMMON, "model_type": "llama"}
-    if name == "llava":
-        config = {"vision_config": {**small, "model_type": "clip_vision_model"}, "text_config": text, "vision_feature_layer": -1}
-    elif name == "paligemma":
-        vision_config = {**small, "model_type": "siglip_vision_model", "projection_dim": 64}
-        text = {**text, **WIDE, "model_type": "gemma"}
-        config = {"vision_config": vision_config, "text_config": text, "projection_dim": 64}
-        inputs["token_type_ids"] = torch.zeros_like(ids)
-    else:
-        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-        vision = {**sizes, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "window_size": 56}
-        config = {
-            "vision_config": {**vision, "patch_size": 14, "fullatt_block_indexes": [0]},
-            "text_config": {**models.COMMON, "rope_parameters": rope},
-            **{"vision_start_token_id": 101, "vision_end_token_id": 102, "video_token_id": 103},
-        }
-        pixels = torch.randn(2 * 16, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0))
-        grid = {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (ids == 100).int()}
-        inputs |= {"pixel_values": pixels, **grid}
-    config = CONFIG_MAPPING[name](**config, **images)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)
+def image_model(model_type: str, name: str):
+    """A tiny vision-language model, and a prompt with a picture in each row."""
+    model = every_model.named(name, model_type)
     models.draw_weights(model)
-    return model.eval(), inputs
+    return model, model_inputs.with_picture(model, "no_padding")
 
 
 @torch.no_grad()
@@ -270,7 +243,7 @@ def generated(model, inputs: dict) -> torch.Tensor:
 
 
 def test_images_in_plainly_causal_text_stream_and_their_tower_keeps_its_attention():
-    model, inputs = image_model("llava")
+    model, inputs = image_model("llava", "LlavaForConditionalGeneration")
     expected = generated(model, inputs)
     with stream(model, window=300):
         assert (model.config.vision_config._attn_implementation, model.config._attn_implementation) == ("eager", "streaming")
@@ -278,17 +251,17 @@ def test_images_in_plainly_causal_text_stream_and_their_tower_keeps_its_attentio
     assert model.config.text_config._attn_implementation == "eager"
 
 
-IMAGES = {
-    "paligemma": "mask that is not plainly causal.*prefix",
-    "qwen2_5_vl": "positions of images and videos in three sections",
-}
-
-
-@pytest.mark.parametrize("name, sentence", IMAGES.items())
-def test_images_that_streaming_does_not_support_are_refused_and_text_is_not(name, sentence):
-    model, inputs = image_model(name)
-    text = {"input_ids": inputs["input_ids"].where(inputs["input_ids"] < 100, 5)}
-    expected = generated(model, text) if name == "qwen2_5_vl" else None  # PaliGemma's text is bidirectional too
+@pytest.mark.parametrize(
+    "model_type, name, sentence",
+    [
+        ("paligemma", "PaliGemma", "mask that is not plainly causal.*prefix"),
+        ("qwen2_5_vl", "Qwen2_5_VL", "positions of images and videos in three sections"),
+    ],
+)
+def test_images_that_streaming_does_not_support_are_refused_and_text_is_not(model_type, name, sentence):
+    model, inputs = image_model(model_type, f"{name}ForConditionalGeneration")
+    text = {"input_ids": inputs["input_ids"].clamp(max=models.VOCAB - 1)}
+    expected = generated(model, text) if model_type == "qwen2_5_vl" else None  # PaliGemma's text is bidirectional too
     with stream(model, window=300):
         for call in (generated, lambda model, inputs: model(**inputs, past_key_values=RollingCache(model))):
             with pytest.raises(ValueError, match=sentence):
