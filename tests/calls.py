@@ -44,6 +44,20 @@ class At(LogitsProcessor):
         return scores
 
 
+class Puts:
+    """A streamer that calls act() with the token number `at`; number 0 is the prompt."""
+
+    def __init__(self, act, at: int = 3):
+        self.act, self.left = act, at
+
+    def put(self, value):
+        if self.left == 0:
+            self.act()
+        self.left -= 1
+
+    def end(self): ...
+
+
 @contextmanager
 def captured() -> Iterator[None]:
     """A context in which the code runs as if a decode graph captured it."""

@@ -8,7 +8,7 @@ import gc
 import itertools
 
 import torch
-from calls import At
+from calls import At, Puts
 from state import PROCESS, Interrupted, action
 from state_model import noise
 from transformers import LogitsProcessorList
@@ -167,18 +167,6 @@ def _fail(error):
     raise error
 
 
-class Streamer:
-    def __init__(self, n, error):
-        self.left, self.error = n, error
-
-    def put(self, tokens):
-        if self.left == 0:
-            raise self.error
-        self.left -= 1
-
-    def end(self): ...
-
-
 @action(24)
 def raise_in_the_middle(side, variant):
     """Raise in a processor, a criterion, a streamer or the model, at the first token or later; also KeyboardInterrupt."""
@@ -198,7 +186,7 @@ def raise_in_the_middle(side, variant):
         side.now = {"stopping_criteria": [criterion]}
     elif where == 2:
         if side.call.rows == 1 and not side.call.options:
-            side.now = {"streamer": Streamer(at, error)}
+            side.now = {"streamer": Puts(lambda: _fail(error), at)}
     else:
         _raise_in_a_forward(side, at, error)
 

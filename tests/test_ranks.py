@@ -23,6 +23,7 @@ import fake_graph
 import processes
 import pytest
 import torch
+from calls import Puts
 from cases import slow_unless
 from models import FAMILIES, family, prompts, tiny
 from torch.distributed.tensor import Replicate
@@ -662,21 +663,6 @@ def test_changes_of_a_shared_model_are_noticed(tmp_path):
 
 
 # ---- failures within a call ----
-
-
-class Puts:
-    """A streamer that calls `act` with the third token."""
-
-    def __init__(self, act):
-        self.act, self.count = act, 0
-
-    def put(self, value):
-        self.count += 1
-        if self.count == 4:  # the first is the prompt
-            self.act()
-
-    def end(self):
-        pass
 
 
 def divide_by_zero() -> None:
