@@ -1,7 +1,5 @@
 """Helpers: calling kernels with plain tensors, using functions of plain tensors as kernels, pretending to capture a graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps

@@ -1,7 +1,5 @@
 """The inputs of the kernel tests: a list of cases, named by their shapes, and the tensors of a case."""
 
-from __future__ import annotations
-
 import itertools
 import zlib
 from collections.abc import Callable, Iterable

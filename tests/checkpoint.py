@@ -1,7 +1,5 @@
 """A tiny model and a byte tokenizer, as a folder for from_pretrained(), and small tasks of lm-eval; nothing is downloaded."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from models import tiny

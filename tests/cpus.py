@@ -7,8 +7,6 @@ depends on rounding.
     python tests/cpus.py [pytest's arguments]    without arguments: WIDE on one thread, NARROW on two
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ There is no list of models. The classes are found in Transformers' mappings and 
 configuration of the class with all sizes reduced, which are recognised by their names. `OWN` has the exceptions.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import re

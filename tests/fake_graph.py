@@ -5,8 +5,6 @@ written to the same memory, and reading a value on the host is an error. Unlike 
 replay does nothing. Collectives are recorded, too, and every replay waits for their results.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 

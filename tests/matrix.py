@@ -10,8 +10,6 @@ up to the effect of rounding on this model (`Truth`), and tokens if eager's choi
 the package raised it on purpose, and the remedies that it names are tried.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

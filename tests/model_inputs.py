@@ -5,8 +5,6 @@ A recipe is a shape of `pixel_values` (or of the audio input) and the names and 
 and inputs are on the CPU, where an index out of bounds is an exception; on a GPU it ends the CUDA context of the process.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Iterator

@@ -5,8 +5,6 @@
 writes docs/models-<version>.json for each, with the paddings of a way combined, and docs/models.md from all of them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

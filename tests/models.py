@@ -1,7 +1,5 @@
 """Tiny random models of every family, with weights for which a wrong mask changes the greedy tokens."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

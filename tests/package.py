@@ -1,7 +1,5 @@
 """Checks the contents of a folder's sdist and wheel, and runs the README's code with the installed wheel; for .ci/package."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

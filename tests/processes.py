@@ -1,7 +1,5 @@
 """Functions that run in several processes at once, as the ranks of a process group."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle

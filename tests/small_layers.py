@@ -3,8 +3,6 @@
 `python tests/small_layers.py` prints the table.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 from pathlib import Path

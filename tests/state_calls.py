@@ -1,7 +1,5 @@
 """Steps of tests/state.py that change how generate() is called: configurations, caches, modes, the patch itself."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Steps of tests/state.py that change a model's weights, modules and adapters."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Steps of tests/state.py that change the Python code of a model: functions, hooks, and the data that they read."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import types

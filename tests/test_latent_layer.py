@@ -1,7 +1,5 @@
 """A layer in one file that caches one tensor: the latents of K and V, and the rotated part of K, side by side."""
 
-from __future__ import annotations
-
 import fake_graph
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Layers in any order, a subset of them, one of them twice: every layer counts its own tokens, as in a DynamicCache."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -3,8 +3,6 @@
 Triton computes the key of each launch, with types, alignments and constants, and compiles nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import random

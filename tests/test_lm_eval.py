@@ -1,7 +1,5 @@
 """lm-eval's model type "hf-fastattn": the answers are those of "hf", and the patched model gave them."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The result of the mask function, and its use in models that process masks themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The quick part of `make matrix`: one model of each shape of attention; every class is found and can be built."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import every_model

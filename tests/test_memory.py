@@ -1,7 +1,5 @@
 """Memory of K and V is freed with the last reference, by reference counts alone: Python's cycle collection is off."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from functools import partial

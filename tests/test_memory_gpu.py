@@ -1,7 +1,5 @@
 """Memory of a real GPU is freed by reference counts alone: Python's cycle collection is off."""
 
-from __future__ import annotations
-
 import gc
 
 import fake_graph
@@ -22,7 +20,7 @@ def steps(monkeypatch):
     fake_graph.only_steps(monkeypatch)
 
 
-def patched(model, kind: str) -> hf_fastattn.Patch:
+def patched(model, kind: str):
     if kind == "rolling":
         return hf_fastattn.patch(model, "streaming", window=64, sinks=4)
     return hf_fastattn.patch(model)

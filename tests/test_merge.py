@@ -1,7 +1,5 @@
 """merge(): the combination of attention over parts of the keys equals attention over all of them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

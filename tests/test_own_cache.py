@@ -1,7 +1,5 @@
 """A custom cache in one file, with K and V in reverse order. patch() captures its steps."""
 
-from __future__ import annotations
-
 import fake_graph
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The requirements in pyproject.toml, and the README of the package index."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

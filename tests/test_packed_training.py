@@ -1,7 +1,5 @@
 """Training with several documents in a row: the gradients of separate rows, and nothing compiled for another length."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

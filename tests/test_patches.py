@@ -1,7 +1,5 @@
 """patch(), unpatch() and the decode graph, on the CPU with a fake CUDA graph that repeats operations without Python."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

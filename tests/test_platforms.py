@@ -1,7 +1,5 @@
 """Other machines: without Triton (macOS, Windows), with an old GPU, or with a GPU of AMD, Intel or Apple."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Hopper prefill kernel: its plan of tiles on the CPU, its compilation without a GPU, its results on one."""
 
-from __future__ import annotations
-
 import builtins
 import math
 import re

@@ -3,8 +3,6 @@
 bitsandbytes and torchao run where they are installed. GPTQ, AWQ and MXFP4 have substitutes here: layers that look like theirs.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import warnings

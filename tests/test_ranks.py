@@ -1,7 +1,5 @@
 """patch() under Transformers' tensor parallelism: two processes on the CPU, with a substitute for CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

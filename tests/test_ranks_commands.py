@@ -1,7 +1,5 @@
 """Commands that torchrun starts in several processes."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Ranks on several GPUs, over NCCL and over memory that they share."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,8 +1,6 @@
 """Every decoder with a plan of tensor parallelism and every padding: 2 and 4 ranks, compared with one process. K and V are
 divided by heads and by sequence."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

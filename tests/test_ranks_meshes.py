@@ -1,7 +1,5 @@
 """Models that several ranks share by more or by other means than tensor parallelism."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

@@ -1,7 +1,5 @@
 """patch(kv_sharding="sequence"): K and V shared out by sequence. Processes on the CPU, with a substitute for CUDA graphs."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

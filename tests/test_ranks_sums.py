@@ -1,7 +1,5 @@
 """Decode steps of ranks that sum by kernels: no collective is left, and the tokens are the same."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import processes

@@ -1,7 +1,5 @@
 """The reference in parts: the memory for long inputs is bounded, and the result is the same."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

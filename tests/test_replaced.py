@@ -1,7 +1,5 @@
 """K and V that other code reads, writes and replaces in a cache: as those of a DynamicCache, or refused with a message."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager, nullcontext
 from functools import partial

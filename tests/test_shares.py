@@ -1,7 +1,5 @@
 """Merges of several rows in a program, interpreted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from conftest import INTERPRETED

@@ -3,8 +3,6 @@
 `make test-state` runs many sequences, different ones each time. Each error that they find becomes a row of FOUND.
 """
 
-from __future__ import annotations
-
 import os
 
 import fake_graph

@@ -1,7 +1,5 @@
 """A recurrent layer in one file: its cache keeps a state, which a step replaces, beside the K and V of the other layers."""
 
-from __future__ import annotations
-
 import fake_graph
 import pytest
 import torch

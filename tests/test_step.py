@@ -1,7 +1,5 @@
 """The current step: one for each forward over a cache of the package, per thread, also after errors."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from contextlib import contextmanager

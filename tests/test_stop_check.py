@@ -1,7 +1,5 @@
 """The loop of generate() reads one step late whether it has ended, so that it does not wait for the device after every token."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

@@ -1,7 +1,5 @@
 """The launches of `lean`: when it is chosen for prefill, its splits and merges, and that its results are correct."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Streaming: logits for any chunks, compared with a reference in fp64 that rotates every kept key again at every token."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Streaming and model families: each is correct, or refused with a message that gives the reason."""
 
-from __future__ import annotations
-
 import copy
 
 import every_model

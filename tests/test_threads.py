@@ -1,7 +1,5 @@
 """generate() in several threads at once: on two patched models, on one, and with a thread that fails."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import warnings

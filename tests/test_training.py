@@ -1,7 +1,5 @@
 """Training with a backend: gradients equal those of eager attention (compiled, checkpointed, bf16, packed); refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The backward kernels compiled without a GPU: shared memory, registers, no spills in the loops over tiles."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """Training with the real kernels: small models learn as with eager attention, and a training step compiles."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

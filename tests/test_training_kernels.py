@@ -3,8 +3,6 @@
 As in test_kernels: on a GPU the real kernels run, on a CPU the reference, and with TRITON_INTERPRET=1 the interpreted kernels.
 """
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Training on two processes, as DistributedDataParallel and fully_shard run it: gradients are those of one process."""
 
-from __future__ import annotations
-
 import copy
 
 import models

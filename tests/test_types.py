@@ -1,7 +1,5 @@
 """The types of the public functions: mypy accepts right arguments and refuses others."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The number of kernel variants that Triton compiles for one model: few, and none for another length."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
