@@ -290,7 +290,7 @@ HOOKED: list = []
 ROLLING = {"backend": "streaming", "window": 400}
 HOST, NO_GRAPH = "its code reads a value on the host", "its code does something that a graph cannot"
 COUNTS = "is called without position_ids, and .*"
-# The reason, what happens before patch() and after it, options of generate(), options of patch().
+# The reason, and where there are any: what happens before patch() and after it, options of generate(), options of patch().
 UNCAPTURED = {
     "hook": ("forward hook", nothing, lambda m: m.model.norm.register_forward_hook(lambda *_: HOOKED.append(1))),
     "checkpointing": (CHECKPOINTING, _train_with_checkpoints),

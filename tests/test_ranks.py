@@ -377,22 +377,18 @@ def a_hook_on_one_rank(scene: Scene) -> str:
             hook.remove()
 
 
-def graph_that(method: str, why: str, seconds: float = 0.0):
-    """A class of graphs of which a method raises after its work."""
-
-    def fails(self, body):
-        time.sleep(seconds)
-        getattr(fake_graph.RecordedGraph, method)(self, body)
-        raise RuntimeError(why)
-
-    return type("Graph", (fake_graph.RecordedGraph,), {method: fails})
-
-
 def a_graph_that_fails(method: str, why: str, seconds: float | None = None):
-    """On one rank; if it takes seconds, on all, and on one later: it compiles kernels, which the cache of the other host has."""
+    """On one rank after the work of a method. With seconds on all ranks in place of it, and on one of them later: it compiles
+    kernels, which the cache of the other host has."""
 
     def scene_of(scene: Scene) -> str:
-        made = graph_that(method, why, scene.rank * (seconds or 0.0))
+        def fails(graph, body):
+            time.sleep(scene.rank * (seconds or 0.0))
+            if seconds is None:
+                getattr(fake_graph.RecordedGraph, method)(graph, body)
+            raise RuntimeError(why)
+
+        made = type("Graph", (fake_graph.RecordedGraph,), {method: fails})
         return scene.replacing(graph, "new_graph", made if scene.rank or seconds else fake_graph.RecordedGraph)
 
     return scene_of
@@ -485,9 +481,7 @@ SCENES = {
     "a_rank_that_does_not_come": a_rank_that_does_not_come,
     "a_copy": lambda scene: outcome(lambda: copy.deepcopy(scene.patch, {id(scene.model): scene.model})),
     "other_config": other_config,
-    "steps_that_one_rank_cannot_capture": lambda scene: scene.replacing(
-        hf, "why_not_captured", lambda model: REFUSED[scene.rank]
-    ),
+    "steps_that_one_rank_cannot_capture": lambda scene: scene.replacing(hf, "why_not_captured", lambda _: REFUSED[scene.rank]),
     "a_group_aborted_meanwhile": a_group_aborted_meanwhile,
 }
 
