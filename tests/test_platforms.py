@@ -88,7 +88,7 @@ def test_without_triton_the_reference_runs(block):
 @pytest.fixture
 def gpu(monkeypatch):
     """Simulate another GPU; tensors on it have no memory."""
-    host_gpu.arch.cache_clear()
+    host_gpu._arch.cache_clear()
 
     def set_up(capability=(7, 5), hip=None):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -100,7 +100,7 @@ def gpu(monkeypatch):
         return "cuda"
 
     yield set_up
-    host_gpu.arch.cache_clear()
+    host_gpu._arch.cache_clear()
 
 
 OLD = r"need a GPU of compute capability 8.0 \(Ampere\) or higher; Tesla T4 has 7.5. Use attn_implementation=\"sdpa\" there"

@@ -82,7 +82,7 @@ def _on_a_t4():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
         patch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-        gpu.arch.__wrapped__(torch.device("cuda"))
+        gpu._arch.__wrapped__(torch.device("cuda"))
 
 
 @torch.no_grad()

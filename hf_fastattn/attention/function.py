@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import hf, streaming
+from ..kernels.host import gpu
 from ..kernels.spec import Spec, is_plain
 from . import masks, packed, refuse, runners, training
 from . import step as steps
@@ -87,7 +88,7 @@ def attention_forward(
         mask = None
     elif isinstance(mask, masks.Mask) and not compiling:
         mask = mask.content
-    device_type = "cuda" if query.is_cuda else query.device.type
+    device_type = gpu.autocast_type(query.device)
     autocast = torch.is_autocast_enabled(device_type)
     if autocast:
         if is_plain(steps.kv_of(key, value).form):

@@ -1,4 +1,4 @@
-"""The command line: hf-fastattn backends | generate | explain | eval | bench | lm_eval."""
+"""The command line: hf-fastattn backends | generate | explain | warm | eval | bench | lm_eval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import typer
 
 from .. import __version__
-from . import commands, generate, handed_over
+from . import commands, generate, handed_over, warm
 from .handed_over import BENCHES, load_benchmark
 
 __all__ = ["BENCHES", "load_benchmark", "main"]
@@ -47,6 +47,7 @@ COMMANDS: dict[str, tuple[str, Command, str | None]] = {
     "backends": ("list the backends and whether each can run here", commands.backends, None),
     "generate": ("generate text with a backend, and compare it with another", generate.generate, None),
     "explain": ("which kernels run for a model and why, the least cost of a token, when memory is full", commands.explain, None),
+    "warm": ("compile the kernels of a model before it runs; it needs no weights and no GPU", warm.warm_, None),
     "eval": ("compare backends and caches on one model by lm-eval, over the same examples", commands.eval_, commands.EPILOG),
     "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _bench, None),
     "lm_eval": ("lm-eval's own command line, with these backends registered", _lm_eval, None),

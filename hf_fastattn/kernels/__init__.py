@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
-import os
 from collections.abc import Callable
 from functools import cache, cached_property, partial
 from types import ModuleType
@@ -19,23 +17,14 @@ import torch
 
 from . import checks, reference
 from .host import gpu
+from .host.gpu import HAS_TRITON, INTERPRETED
 from .spans import has_rows
 from .spec import KV, Result, Spec
 
 __all__ = ["reference"]
 
 
-def _has_triton() -> bool:
-    try:
-        return importlib.util.find_spec("triton") is not None
-    except (ImportError, ValueError):  # a placeholder in sys.modules, or a finder that refuses it
-        return False
-
-
-HAS_TRITON = _has_triton()
 REFERENCE = "the PyTorch reference"
-# Read once: Triton reads the variable when a kernel is defined.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 class TritonKernel:
@@ -80,7 +69,7 @@ class TritonKernel:
         device = torch.device(device) if isinstance(device, str) else device
         if device.type == "cpu":
             return "the Triton kernel, interpreted" if INTERPRETED and HAS_TRITON else REFERENCE
-        if device.type != "cuda":
+        if device.type != "cuda" and not gpu.on_gpu(device):
             raise RuntimeError(
                 f"The {self.name} kernel runs on CUDA devices (and its PyTorch reference on the CPU); "
                 f"got a tensor on {device.type!r}. "
@@ -108,6 +97,8 @@ class TritonKernel:
         if self.where(q.device) == REFERENCE:
             checks.check_widths(q, kv)
             return self.twin(q, kv, spec, spans, **options)
+        if gpu.thread.calls is not None:
+            gpu.thread.calls.append((q, kv, spec, spans, options))
         if INTERPRETED and q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
         launcher: Callable[..., Result] = getattr(_module(self.name), self.name)

@@ -16,7 +16,7 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from .host import gpu
+from .host import gpu, launch
 from .spans import DROPPED, FLAGS, KV_START, KV_STOP, NO_WINDOW, Q_START, WINDOW, WORDS, has_rows, num_words
 
 PART = 64  # consecutive slots of a rank
@@ -50,22 +50,23 @@ def _part_of_triton(rows: torch.Tensor, q_len: int, length: int, rank: int, rank
     words = num_words(length) if rows.shape[-1] > WORDS else 0
     own = torch.empty(rows.shape[0], 1, 1, WORDS + words, dtype=torch.int32, device=rows.device)
     slots = torch.empty(1, q_len, dtype=torch.int64, device=rows.device)
-    with torch.cuda.device_of(own):
-        _part_of_kernel[(rows.shape[0],)](
-            own,
-            slots,
-            rows,
-            rows.stride(0),
-            rows.shape[-1] - WORDS,
-            words,
-            q_len,
-            length,
-            rank,
-            ranks,
-            PART=PART,
-            BLOCK=128,
-            num_warps=4,
-        )
+    launch.start(
+        _part_of_kernel,
+        (rows.shape[0],),
+        own,
+        slots,
+        rows,
+        rows.stride(0),
+        rows.shape[-1] - WORDS,
+        words,
+        q_len,
+        length,
+        rank,
+        ranks,
+        PART=PART,
+        BLOCK=128,
+        num_warps=4,
+    )
     return own, slots
 
 

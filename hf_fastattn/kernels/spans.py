@@ -33,7 +33,7 @@ try:
 except ImportError:  # CPU tensors need no Triton
     triton = None
 
-from .host import gpu
+from .host import gpu, launch
 
 Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
 CAUSAL, HOLES, ROWS = 1, 2, 4
@@ -94,28 +94,29 @@ def _build_spans_triton(
     words = 0 if mask is None else num_words(kv_len)
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
     offset_on_device = isinstance(q_offset, torch.Tensor)
-    with torch.cuda.device_of(spans):
-        _build_spans_kernel[(rows,)](
-            spans,
-            spans if mask is None else mask,
-            q_offset if offset_on_device else spans,
-            0 if offset_on_device else q_offset,
-            0 if mask is None else mask.stride(0),
-            1 if mask is None else mask.stride(1),
-            0 if mask is None else mask.shape[1],
-            words,
-            q_len,
-            kv_len,
-            kv_offset,
-            width_of(window),
-            OFFSET_ON_DEVICE=offset_on_device,
-            HAS_MASK=mask is not None,
-            CAUSAL=CAUSAL if causal else 0,
-            HOLES=HOLES,
-            NUM_INTS=WORDS,
-            BLOCK=128,
-            num_warps=8,
-        )
+    launch.start(
+        _build_spans_kernel,
+        (rows,),
+        spans,
+        spans if mask is None else mask,
+        q_offset if offset_on_device else spans,
+        0 if offset_on_device else q_offset,
+        0 if mask is None else mask.stride(0),
+        1 if mask is None else mask.stride(1),
+        0 if mask is None else mask.shape[1],
+        words,
+        q_len,
+        kv_len,
+        kv_offset,
+        width_of(window),
+        OFFSET_ON_DEVICE=offset_on_device,
+        HAS_MASK=mask is not None,
+        CAUSAL=CAUSAL if causal else 0,
+        HOLES=HOLES,
+        NUM_INTS=WORDS,
+        BLOCK=128,
+        num_warps=8,
+    )
     return spans
 
 

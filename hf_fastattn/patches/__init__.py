@@ -9,6 +9,7 @@ from typing import Literal, ParamSpec
 
 from .. import hf, registry
 from ..streaming import Settings
+from . import ahead
 from .graphs.state import MARK
 from .patched import Change, Patch
 from .preflight import (
@@ -53,6 +54,7 @@ def patch(
     clamp_positions: bool = False,
     peer_memory: bool | None = None,
     keep_graphs: bool = False,
+    compile: Literal["ahead", "lazy"] = "ahead",  # noqa: A002
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
 
@@ -79,6 +81,9 @@ def patch(
     because such code may read anything. True keeps it: you promise that nothing changes that this code reads besides its inputs
     and the model's weights. After a change call undo() and patch() again.
 
+    compile: "ahead" compiles the kernels of a model on a GPU in other processes from now on, before they are needed; "lazy" compiles
+    each at its first launch. Both keep them in Triton's cache on disk.
+
     Returns a Patch. Print it to see what changed. Use it in a `with` block or call its undo() to undo everything. Only this
     instance changes; a deepcopy of the model has a patch of its own. A patched model keeps its Patch, which is returned again for
     equal arguments.
@@ -98,6 +103,7 @@ def patch(
             arguments: dict[str, object] = {"backend": backend, "cache": kind, **flags}
             arguments |= {"window": window, "sinks": Settings.sinks if sinks is None and chosen.streaming else sinks}
             arguments |= {"kv_sharding": kv_sharding, "peer_memory": peer_memory}
+            arguments["compile"] = _which_compile(compile)
             if (found := patch_of(model)) is not None and found.is_of(model, arguments):
                 return found
             check_model(model, chosen)
@@ -108,7 +114,14 @@ def patch(
                 check_peer_memory(model, graph and fuse)
         made = Patch(model, backend, kinds, graph, fuse, streaming, shares, peer_memory, keep_graphs)
         made.arguments = arguments
+        made.ahead = ahead.begin(model, compile == "lazy")
         return made
+
+
+def _which_compile(asked: str) -> str:
+    if asked not in ("ahead", "lazy"):
+        raise ValueError(f'compile must be "ahead" or "lazy"; got {asked!r}.')
+    return asked
 
 
 def patch_of(model: hf.PreTrainedModel) -> Patch | None:

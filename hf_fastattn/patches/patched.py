@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +23,9 @@ from .fused import experts, linears, residual, subclass, sums
 from .fused import norms as fusion
 from .graphs import graphs
 from .graphs.state import MARK
+
+if TYPE_CHECKING:
+    from .ahead import Ahead
 
 _UNDONE = "This patch is already undone; call hf_fastattn.patch() to patch the model again."
 
@@ -46,6 +50,8 @@ class Patch:
     without a graph. graph_bytes: memory reserved for the intermediate results of the graphs. reasons: why steps ran uncaptured;
     each was reported once as a warning. arguments: those of patch(), with defaults that depend on others filled in.
     """
+
+    ahead: Ahead | None = None  # the compilation of its kernels before their first launch
 
     def __init__(
         self,
@@ -196,6 +202,8 @@ class Patch:
             if self.undone:
                 return False
             self.undone = True
+            if self.ahead is not None:
+                self.ahead.close()
             model = self._model()
             if self._generation is not None:
                 self._generation.close()
@@ -214,6 +222,27 @@ class Patch:
         experts.restore(model)
         self._configs.restore(model)
         vars(model).pop(MARK, None)
+
+    def warm(self, rows: Iterable[int] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 1 << 17, graphs: bool = False) -> str:
+        """Compile the kernels of this model now, in other processes, for calls of so many rows and texts of up to `tokens` tokens.
+
+        graphs: also capture the decode step of each number of rows, by a short generate(). Returns a sentence with the number of
+        kernels and the time. Raises ValueError if the patch is undone, and as `kernels_of`.
+        """
+        from . import ahead, warm
+
+        model, began = self._model(), time.perf_counter()
+        if self.undone or model is None:
+            raise ValueError(_UNDONE)
+        rows = tuple(rows)
+        said = ahead.warm_up(warm.Recipe.of(model), rows, tokens)
+        if graphs and self.graph:
+            for count in rows:
+                ids = torch.zeros(count, 1, dtype=torch.int64, device=model.device)
+                mask = torch.ones_like(ids)
+                model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)  # type: ignore[operator]
+            said += f" {self.captures} graphs captured, {time.perf_counter() - began:.1f} s in all."
+        return said
 
     def __enter__(self) -> Patch:
         with self._graphs.lock:
@@ -262,6 +291,8 @@ class Patch:
                 lines.append(f"  sums over ranks: collectives, as {self._why_collectives}")
             if reason := hf.unpacked(model):
                 lines.append(f"  linear layers: not replaced, as {reason}")
+        if self.ahead is not None and self.ahead.reason:
+            lines.append(f"  kernels: compiled at their first launch, as {self.ahead.reason}")
         if self.captures or self.uncaptured:
             memory = f" ({size(self.graph_bytes)})" if self.graph_bytes else ""
             lines.append(

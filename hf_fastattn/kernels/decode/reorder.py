@@ -17,7 +17,7 @@ except ImportError:  # CPU tensors need no Triton
     triton = None
 
 from .. import INTERPRETED
-from ..host import gpu, tables
+from ..host import gpu, launch, tables
 
 MAX_VALUES = 1 << 14  # of all rows that a program holds
 _INTS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
@@ -45,23 +45,24 @@ def reorder(addresses: torch.Tensor, like: torch.Tensor, live: int, index: torch
     rows, heads, _, head_dim = like.shape
     block_r, block_d = _block(rows), _block(head_dim)
     block_n = max(1, min(64, MAX_VALUES // (block_r * block_d)))
-    with torch.cuda.device_of(like):
-        reorder_kernel[(triton.cdiv(live, block_n), heads, len(addresses))](
-            addresses,
-            index.contiguous(),  # beam search passes a column of its indices
-            live,
-            rows,
-            like.stride(0),
-            like.stride(1),
-            like.stride(2),
-            HEAD_DIM=head_dim,
-            INT=getattr(tl, _INTS[like.element_size()]),
-            BLOCK_R=block_r,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
-            ALIGN=tables.alignment(like),
-            num_warps=8,
-        )
+    launch.start(
+        reorder_kernel,
+        (triton.cdiv(live, block_n), heads, len(addresses)),
+        addresses,
+        index.contiguous(),  # beam search passes a column of its indices
+        live,
+        rows,
+        like.stride(0),
+        like.stride(1),
+        like.stride(2),
+        HEAD_DIM=head_dim,
+        INT=getattr(tl, _INTS[like.element_size()]),
+        BLOCK_R=block_r,
+        BLOCK_N=block_n,
+        BLOCK_D=block_d,
+        ALIGN=tables.alignment(like),
+        num_warps=8,
+    )
 
 
 if triton is not None:

@@ -54,31 +54,32 @@ def rotate(
         launch.thread.before((q,))
     batch, num_heads, q_len, head_dim = q.shape
     out = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device=q.device)
-    with torch.cuda.device_of(q):
-        rotate_kernel[(q_len, triton.cdiv(num_heads, BLOCK_H), batch)](
-            q,
-            out,
-            q if spans is None else spans,
-            inv_freq,
-            q.stride(0),
-            q.stride(1),
-            q.stride(2),
-            0 if spans is None else spans.stride(0),
-            num_heads,
-            q_len,
-            kv_len,
-            sinks + width_of(window) - 1,
-            HEAD_DIM=head_dim,
-            BLOCK_D=triton.next_power_of_2(head_dim),
-            PAIRS=inv_freq.shape[0],
-            INTERLEAVED=interleaved,
-            HAS_SPANS=spans is not None,
-            BLOCK_H=BLOCK_H,
-            ALIGN=tables.alignment(q),
-            **early(q.device),
-            num_warps=4,
-            enable_fp_fusion=True,  # as in a `Launch`
-        )
+    launch.start(
+        rotate_kernel,
+        (q_len, triton.cdiv(num_heads, BLOCK_H), batch),
+        q,
+        out,
+        q if spans is None else spans,
+        inv_freq,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        0 if spans is None else spans.stride(0),
+        num_heads,
+        q_len,
+        kv_len,
+        sinks + width_of(window) - 1,
+        HEAD_DIM=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        PAIRS=inv_freq.shape[0],
+        INTERLEAVED=interleaved,
+        HAS_SPANS=spans is not None,
+        BLOCK_H=BLOCK_H,
+        ALIGN=tables.alignment(q),
+        **early(q.device),
+        num_warps=4,
+        enable_fp_fusion=True,  # as in a `Launch`
+    )
     return out
 
 

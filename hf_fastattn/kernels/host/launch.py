@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
-try:
-    from triton import knobs
-    from triton.runtime import driver
-except ImportError:  # CPU tensors need no Triton
-    driver = knobs = None
+from . import gpu
 
+driver: Any = None  # Triton's, which is imported with the first kernel
+knobs: Any = None
 MAX_GRID = 65535  # programs in the second and in the third dimension of a launch
 
 
 class _Thread(threading.local):
     before: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None  # called before each launch with its tensors
+    describe: Callable[[Any, tuple[Any, ...], dict[str, Any]], object] | None = None  # called with a kernel and its arguments,
+    # instead of its launch, while tensors without memory stand for those of a GPU (`gpu.thread`)
 
 
 thread = _Thread()
+# A context in which a kernel, given with its arguments, may be compiled, while others compile kernels ahead (`kernels.ahead`).
+compiling: Callable[[Any, tuple[Any, ...], dict[str, Any]], AbstractContextManager[object]] | None = None
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor | None, ...])
 Options = TypeVarTuple("Options")
 Made = TypeVar("Made")
@@ -51,6 +54,8 @@ class Launch:
         then: the next launch of the chain. It takes the last of the same tensors. describe: for the first tensors, which the
         kernel reads by TMA, the functions that make their descriptors (`descriptors.describe`); not of a launch in a chain.
         """
+        if driver is None:
+            _import_triton()
         self.kernel, self.grid, self.then = kernel, (*grid, 1, 1)[:3], then
         if max(self.grid[1:]) > MAX_GRID:
             raise ValueError(
@@ -98,12 +103,27 @@ class Launch:
                 f"{self.kernel.fn.__name__} takes {self.takes} tensors here; got {len(tensors)}. The first must not be None."
             )
         own = [make(x) for make, x in zip(self.describe, tensors, strict=False)]  # type: ignore[arg-type]
-        with torch.cuda.device_of(first):
-            compiled = self.kernel[self.grid](*own, *tensors[len(own) :], *self.rest, **self.meta)
+        compiled = start(self.kernel, self.grid, *own, *tensors[len(own) :], *self.rest, **self.meta)
         if self.then is not None:
             self.then(*tensors[-self.then.takes :])
         if aligned and first.is_cuda:
             self._compiled = compiled  # None if the interpreter ran it
+
+
+def start(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> Any:
+    """Launch a kernel through Triton, which compiles it if need be; returns the compiled kernel. The first tensor has the device."""
+    if thread.describe is not None:
+        thread.describe(kernel, args, named)
+        return None
+    first = getattr(args[0], "base", args[0])  # of a descriptor
+    with torch.cuda.device_of(first), nullcontext() if compiling is None else compiling(kernel, args, named):
+        return kernel[grid](*args, **named)
+
+
+def _import_triton() -> None:
+    global driver, knobs
+    from triton import knobs
+    from triton.runtime import driver
 
 
 def remember(make: Callable[[Tensors, *Options], Made]) -> Callable[[Tensors, *Options], Made]:
@@ -117,7 +137,8 @@ def remember(make: Callable[[Tensors, *Options], Made]) -> Callable[[Tensors, *O
     @wraps(make)
     def remembered(tensors: Tensors, *options: *Options) -> Made:
         layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
-        key = (torch.is_grad_enabled(), *layouts, options)  # tensors that require grad are refused only in grad mode
+        # Tensors that require grad are refused only in grad mode.
+        key = (torch.is_grad_enabled(), gpu.thread.target, *layouts, options)
         found = known.get(key)
         if found is None:
             found = (make(tensors, *options),)

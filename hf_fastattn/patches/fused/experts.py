@@ -92,7 +92,7 @@ def _by_kernel(
     if torch.compiler.is_compiling() or hidden_states.dim() != 2 or (many and not steps.captured()):
         return None
     weights, layout = hf.expert_weights(module), hf.expert_layout(module)
-    if weights is None or isinstance(layout, str) or torch.is_autocast_enabled(hidden_states.device.type):
+    if weights is None or isinstance(layout, str) or subclass.is_autocast(hidden_states):
         return None
     if not all(subclass.has_kernels(tensor) for tensor in (hidden_states, *weights) if tensor is not None):
         return None
@@ -131,7 +131,7 @@ def router(forward: types.FunctionType) -> Forward:
 
 def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """(logits, scores, experts), or None where the module's own code has to run."""
-    if kind is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if kind is None or torch.compiler.is_compiling() or subclass.is_autocast(x):
         return None
     if kind.form != "choice":  # GPT-OSS alone keeps the shape of its input
         x = x.reshape(-1, x.shape[-1])

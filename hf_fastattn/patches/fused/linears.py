@@ -158,7 +158,7 @@ def _linears(
 
 def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
     """Whether a decode graph is captured in which our kernel may read the weights of these layers; x's shape is not checked."""
-    if not steps.captured() or torch.is_autocast_enabled(x.device.type) or not subclass.has_kernels(x):
+    if not steps.captured() or subclass.is_autocast(x) or not subclass.has_kernels(x):
         return False
     for layer in layers:
         weight, bias = hf.parts_of(layer)  # no weight: it is computed for each call

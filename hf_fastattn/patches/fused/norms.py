@@ -84,7 +84,7 @@ class _FusedNorm:
 
         @functools.wraps(forward)
         def norm(self: Any, x: torch.Tensor) -> Any:
-            inputs = formula.inputs(self) if subclass.has_kernels(x) and not torch.is_autocast_enabled(x.device.type) else None
+            inputs = formula.inputs(self) if subclass.has_kernels(x) and not subclass.is_autocast(x) else None
             out = None
             if inputs is not None and all(t is None or subclass.has_kernels(t) for t in inputs[:2]):
                 delayed = merged.current()

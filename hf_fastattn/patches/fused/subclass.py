@@ -113,4 +113,9 @@ def has_kernels(tensor: torch.Tensor) -> bool:
     """Whether our kernels may run on this tensor now."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):  # a DTensor has no address
         return False
-    return (tensor.is_cuda or INTERPRETED) and not torch.compiler.is_compiling()
+    return (gpu.holds(tensor) or INTERPRETED) and not torch.compiler.is_compiling()
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether torch's autocast changes the dtypes of operations on this device."""
+    return torch.is_autocast_enabled(gpu.autocast_type(tensor.device))

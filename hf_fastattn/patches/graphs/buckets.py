@@ -7,6 +7,7 @@ import torch
 from ... import hf
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
+from ...kernels.host import gpu
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
 MOST = 512  # tokens of all rows in a graph of more than FEW of each; more if their kernels take less time than launches
@@ -33,18 +34,19 @@ def most_tokens(storage: Storage, rows: int, most: int = MOST) -> int:
     return max(size for size in BUCKETS if size <= found)
 
 
-def launch_bound(model: hf.PreTrainedModel) -> int:
+def launch_bound(model: hf.PreTrainedModel, arch: int | None = None) -> int:
     """The most tokens of a prompt, from MOST on, whose kernels take less time than their launches from Python, by estimate.
 
-    It is the same on all ranks of a model, which must capture alike, even if their GPUs differ.
+    It is the same on all ranks of a model, which must capture alike, even if their GPUs differ. arch: as in `gpu.arch`; None for
+    that of the model's GPU.
     """
-    if model.device.type != "cuda":
+    if model.device.type != "cuda" and arch is None:
         return MOST
     ranks = hf.num_ranks(model)
     tables = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings()) if each is not None}
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables) / ranks
     layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
-    old = ranks == 1 and torch.cuda.get_device_capability(model.device) < (9, 0)
+    old = ranks == 1 and (gpu.arch(model.device) if arch is None else arch) < 90
     flops = FLOPS[old] / (1 if model.dtype.itemsize <= 2 else 10)
     tokens = LAUNCHES[ranks > 1] * layers * flops / (2 * max(weights, 1))
     return max(MOST, min(int(tokens), BUCKETS[-1]))

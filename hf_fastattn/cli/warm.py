@@ -1,0 +1,58 @@
+"""hf-fastattn warm."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from typer import Argument, Option
+
+from .. import hf
+from ..kernels.ahead import archive
+from ..kernels.host import gpu
+from ..patches import ahead, warm
+from .options import MODEL, Backend, Dtype, GgufFile, Traceback, listed
+
+SMS = {80: 108, 86: 84, 89: 128, 90: 132}  # of the most common GPU of each architecture
+ARCH = "compute capability of the GPU that will run them, 80 or 90; default: that of this machine"
+COUNT = f"its number of multiprocessors; default: of this machine's, or {', '.join(f'{n} for {a}' for a, n in SMS.items())}"
+
+
+def warm_(
+    model: Annotated[str | None, Argument(metavar="MODEL", help=MODEL, show_default=False)] = None,
+    rows: Annotated[str, Option(help="numbers of rows of the calls")] = ",".join(map(str, warm.ROWS)),
+    tokens: Annotated[int, Option(help="the longest text")] = warm.LONGEST,
+    backend: Backend = "lean",
+    dtype: Annotated[Dtype | None, Option(help="default: the model's")] = None,
+    arch: Annotated[int | None, Option(help=ARCH)] = None,
+    sms: Annotated[int | None, Option(help=COUNT)] = None,
+    gguf_file: GgufFile = None,
+    export: Annotated[Path | None, Option(metavar="FILE", help="also write the kernels to a file, for other machines")] = None,
+    import_: Annotated[Path | None, Option("--import", metavar="FILE", help="read such a file into Triton's cache")] = None,
+    traceback: Traceback = False,
+) -> None:
+    if import_ is not None:
+        print(f"{archive.import_(import_)} kernels of {import_} are in Triton's cache.")
+    if model is None:
+        if import_ is None or export is not None:
+            raise ValueError("Name a MODEL whose kernels are to be compiled, or a file of kernels with --import.")
+        return
+    config = hf.load_config(model, gguf_file)
+    of = torch.bfloat16 if (found := dtype or config.dtype) is None else found
+    made = hf.model_on_meta(config, getattr(torch, of) if isinstance(of, str) else of)
+    recipe = warm.Recipe.of(made, backend, _target(arch, sms))
+    print(ahead.warm_up(recipe, counts := tuple(map(int, listed(rows))), tokens))
+    if export is not None:
+        number = archive.export(warm.listed(recipe, counts, tokens), export, {"model": model})
+        print(f"{number} kernels are in {export}, {export.stat().st_size / 2**20:.1f} MiB.")
+
+
+def _target(arch: int | None, sms: int | None) -> gpu.Target:
+    """The GPU that the options name, by default that of this machine."""
+    if arch is None:
+        if not torch.cuda.is_available():
+            raise ValueError("This machine has no GPU. Pass --arch: 80 for an A100, 90 for an H100 or H200.")
+        device = torch.device("cuda", torch.cuda.current_device())
+        return gpu.Target(gpu.arch(device), sms or gpu.num_sms(device))
+    if arch not in SMS and (sms is None or arch < gpu.OLDEST):
+        raise ValueError(f"--arch must be one of {', '.join(map(str, SMS))}, or another from {gpu.OLDEST} on with --sms; got {arch}.")
+    return gpu.Target(arch, sms or SMS[arch])

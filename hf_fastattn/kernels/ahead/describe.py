@@ -1,0 +1,238 @@
+"""Descriptions of kernels: everything that a compilation depends on, without tensors, a GPU or a driver.
+
+A description has what Triton derives from a launch before it compiles: types, alignments, constants, options and architecture. Any
+process can compile it, and Triton then finds the result on disk at the launch itself, since the key is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+import torch
+
+from ..host import gpu, launch
+from . import locks
+
+# Seconds of a compilation, measured: the longest are compiled first. Others take less than half a second.
+SECONDS = {"prefill_hopper_kernel": 4.0, "prefill_kernel": 1.5, "split_kv_kernel": 1.3, "lean_kernel": 1.3, "merge_shares_kernel": 0.8}
+SECONDS |= {"linear_rows_kernel": 0.6, "gate_up_kernel": 0.6, "down_kernel": 0.6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The description of one compiled variant of a kernel.
+
+    module, name: where the kernel is. arch: compute capability, as `gpu.arch`. signature, constants, attrs, options: those of
+    Triton's compiler, in JSON's types (`_plain`).
+    """
+
+    module: str
+    name: str
+    arch: int
+    signature: Any
+    constants: Any
+    attrs: Any
+    options: Any
+
+    @property
+    def seconds(self) -> float:
+        """About how long it takes to compile."""
+        return SECONDS.get(self.name, 0.4)
+
+    def source(self) -> tuple[Any, dict[str, Any]]:
+        """(the source, the options) for Triton's compiler."""
+        kernel = getattr(importlib.import_module(self.module), self.name)
+        kind = _source_class(kernel)
+        return kind(kernel, _made(self.signature), _made(self.constants), _made(self.attrs)), _made(self.options)
+
+    @cached_property
+    def key(self) -> str:
+        """The name of its folder in Triton's cache."""
+        from triton.compiler.compiler import get_cache_key  # type: ignore[attr-defined]
+
+        source, options = self.source()
+        backend = _backend(self.arch)
+        text = get_cache_key(source, backend, backend.parse_options(dict(options)), _environment())
+        return locks.key_of(hashlib.sha256(text.encode()).hexdigest())
+
+    def compile(self) -> None:
+        """Compile it into Triton's cache, unless it is there."""
+        from triton.compiler import compile  # noqa: A004
+
+        source, options = self.source()
+        compile(source, target=_target(self.arch), options=options)
+
+    def as_json(self) -> list[Any]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+def describe(
+    kernel: Any, args: tuple[Any, ...], named: dict[str, Any], arch: int, known: dict[object, Kernel] | None = None
+) -> Kernel:
+    """The description of the variant that Triton compiles for a launch with these arguments on a GPU of this architecture.
+
+    known: descriptions of earlier launches, to which it is added."""
+    from triton import knobs
+
+    named = {**named, "debug": named.get("debug", kernel.debug) or knobs.runtime.debug}
+    for name in ("instrumentation_mode", "fpsan_homomorphic_casts"):  # the second from Triton 3.9 on
+        if hasattr(knobs.compilation, name):
+            named[name] = getattr(knobs.compilation, name)
+    backend = _backend(arch)
+    bound, specialisation, options = _binder(kernel, arch)(*args, **named)
+    key = kernel, arch, tuple(specialisation), str(options)  # as Triton tells variants apart in a process
+    if known is not None and key in known:
+        return known[key]
+    options, *rest = kernel._pack_args(backend, named, bound, specialisation, options)
+    found = Kernel(kernel.module, kernel.fn.__qualname__, arch, *map(_plain, (*rest, vars(options))))
+    if known is not None:
+        known[key] = found
+    return found
+
+
+def prepare() -> None:
+    """Import and compute what all compilations need."""
+    import triton.compiler
+    import triton.runtime.cache
+
+    triton.runtime.cache.triton_key()  # reads all of Triton's files
+
+
+@contextmanager
+def describing(target: gpu.Target) -> Iterator[dict[object, Kernel]]:
+    """A context in which this thread's launches of tensors without memory (meta) are described, for a GPU of this kind, and nothing
+    is launched. Yields the descriptions."""
+    found: dict[object, Kernel] = {}
+
+    def note(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        describe(kernel, args, named, target.arch, found)
+
+    outer = gpu.thread.target, launch.thread.describe
+    gpu.thread.target, launch.thread.describe = target, note
+    try:
+        yield found
+    finally:
+        gpu.thread.target, launch.thread.describe = outer
+
+
+class Addresses(TorchFunctionMode):
+    """Tensors without memory have addresses in this context, by which code tells whether two are the same."""
+
+    def __torch_function__(self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if function is torch.Tensor.data_ptr and args[0].is_meta:
+            return 16 * args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].element_size()
+        if function is torch.Tensor.untyped_storage and args[0].is_meta:
+            return _Storage(16 * args[0].untyped_storage()._cdata)
+        return function(*args, **(kwargs or {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@cache
+def _target(arch: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", arch, 32)
+
+
+@cache
+def _backend(arch: int) -> Any:
+    from triton.compiler.compiler import make_backend
+
+    return make_backend(_target(arch))
+
+
+@cache
+def _binder(kernel: Any, arch: int) -> Any:
+    from triton.runtime.jit import create_function_from_signature
+
+    return create_function_from_signature(kernel.signature, kernel.params, _backend(arch))
+
+
+def _source_class(kernel: Any) -> Any:
+    from triton.compiler import ASTSource
+
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
+
+
+def _environment() -> dict[str, str]:
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    found: dict[str, str] = get_cache_invalidating_env_vars()
+    return found
+
+
+# Constants are numbers, strings, types, kernels, layouts, and tuples and classes of them. JSON has the first two. The others are
+# lists that begin with a word.
+
+
+def _plain(value: Any) -> Any:
+    """A value in JSON's types."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(function := getattr(value, "fn", value), types.FunctionType):
+        return ["function", function.__module__, function.__qualname__]
+    if isinstance(value, dict):
+        return ["dict", *([_plain(key), _plain(each)] for key, each in value.items())]
+    kind = type(value)
+    if dataclasses.is_dataclass(kind):
+        return ["object", kind.__module__, kind.__qualname__, [[f.name, _plain(getattr(value, f.name))] for f in dataclasses.fields(kind)]]
+    if isinstance(value, (tuple, list)):
+        if hasattr(kind, "_fields"):
+            return ["named", kind.__module__, kind.__qualname__, *map(_plain, value)]
+        return [kind.__name__, *map(_plain, value)]
+    if kind.__module__.startswith("triton.") and kind.__name__ == "dtype":
+        return ["dtype", value.name]
+    if kind.__name__ == "constexpr":
+        return ["constexpr", _plain(value.value)]
+    raise TypeError(f"A constant of a kernel is {value!r}, and a description has no form for a {kind.__name__}.")
+
+
+def _made(plain: Any) -> Any:
+    """The value of `_plain`."""
+    if not isinstance(plain, list):
+        return plain
+    word, *rest = plain
+    if word in ("tuple", "list"):
+        return (tuple if word == "tuple" else list)(map(_made, rest))
+    if word == "dict":
+        return {_made(key): _made(value) for key, value in rest}
+    if word in ("dtype", "constexpr"):
+        import triton.language as tl
+
+        return tl.dtype(rest[0]) if word == "dtype" else tl.constexpr(_made(rest[0]))
+    if not rest[0].startswith(("hf_fastattn.kernels.", "triton.")):
+        raise ValueError(f"A description names {rest[0]}.{rest[1]}, which is neither of hf_fastattn.kernels nor of triton.")
+    named = getattr(importlib.import_module(rest[0]), rest[1])
+    if word == "function":
+        return named
+    if word == "named":
+        return named(*map(_made, rest[2:]))
+    made = object.__new__(named)
+    for name, value in rest[2]:
+        object.__setattr__(made, name, _made(value))
+    return made
+
+
+def of_json(fields: list[Any]) -> Kernel:
+    return Kernel(*fields)

@@ -1,0 +1,163 @@
+"""The kernels of a patched model, compiled before their first launch: after patch(), while the process goes on, or by warm()."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from .. import hf
+from ..kernels.ahead import archive, locks, server
+from ..kernels.ahead.describe import Kernel
+from . import warm
+
+
+class Ahead:
+    """The work of one patched model. A thread lists its kernels, and another process compiles them (`kernels.ahead.server`).
+
+    reason: why kernels are compiled at their first launch after all; None if they are not.
+    """
+
+    def __init__(self, recipe: warm.Recipe):
+        self.recipe = recipe
+        self.reason: str | None = None
+        self.closed = False
+        self.server: server.Server | None = None
+        self.thread = threading.Thread(target=self._run, name="hf_fastattn: kernels", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            known = _Known(self.recipe)
+            if known.are_there():
+                return
+            self.server = server.Server()
+            if self.closed:  # meanwhile
+                return
+            kernels = warm.listed(self.recipe)
+            self.server.run(kernels)
+            if self.server.failed and not self.closed:
+                self.reason = f"{len(self.server.failed)} did not compile ahead: {next(iter(self.server.failed.values()))}"
+            elif self.server.done == len(kernels):
+                known.note(kernels)
+            elif not self.closed:
+                self.reason = "the process that compiled them has ended"
+        except Exception as error:  # a model of which no small copy can be made; a full disk
+            self.reason = f"{type(error).__name__}: {error}"
+        finally:
+            if self.server is not None:
+                self.server.close()
+
+    def close(self) -> None:
+        """End the work."""
+        self.closed = True
+        if self.server is not None:
+            self.server.close()
+
+
+def begin(model: hf.PreTrainedModel, lazily: bool) -> Ahead | None:
+    """Compile what a patched model on a GPU will launch. None if that is not possible; a reason that a user can remove is said.
+
+    lazily: compile nothing, and only import the kernels that the environment names.
+    """
+    if model.device.type != "cuda":
+        return None
+    archive.import_of_environment()
+    if lazily:
+        return None
+    if (reason := server.why_not()) is not None:
+        _say_once(f"Kernels are compiled at their first launch, as {reason}.")
+        return None
+    try:
+        recipe = warm.Recipe.of(model)
+    except (ValueError, RuntimeError):  # no kernels that are known ahead, or no GPU that runs them
+        return None
+    made = Ahead(recipe)
+    weakref.finalize(model, made.close)  # also at the end of the process
+    return made
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=4)
+
+
+class _Known:
+    """A file in Triton's cache with the keys of a recipe's kernels, so that nothing needs to be listed again."""
+
+    def __init__(self, recipe: warm.Recipe):
+        triton = importlib.metadata.version("triton")
+        facts = [recipe.cls.__qualname__, recipe.config.to_json_string(), *map(str, recipe[2:]), triton, archive.sources()]
+        self.path = locks.folder() / f"hf_fastattn-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
+
+    def are_there(self) -> bool:
+        """Whether it exists and all of these kernels are compiled."""
+        with contextlib.suppress(OSError, ValueError):
+            return all(map(locks.is_there, json.loads(self.path.read_text())))
+        return False
+
+    def note(self, kernels: Sequence[Kernel]) -> None:
+        with contextlib.suppress(OSError):
+            self.path.write_text(json.dumps([kernel.key for kernel in kernels]))
+
+
+def compile_all(kernels: Sequence[Kernel], show: Callable[[str], None] | None = None) -> str:
+    """Compile kernels into Triton's cache, in other processes or, where there can be none, in this one. Returns a sentence with
+    their number and the time. Raises RuntimeError if one does not compile.
+
+    show: called with a line of progress; None for a terminal's.
+    """
+    began, missing = time.perf_counter(), [kernel for kernel in kernels if not locks.is_there(kernel.key)]
+    if missing and (reason := server.why_not()) is not None:
+        raise RuntimeError(f"Kernels cannot be compiled ahead: {reason}.")
+    if missing:
+        _compile(missing, show or _on_terminal)
+    seconds = time.perf_counter() - began
+    return f"{len(missing)} kernels compiled in {seconds:.1f} s, {len(kernels) - len(missing)} were there."
+
+
+def _compile(kernels: Sequence[Kernel], show: Callable[[str], None]) -> None:
+    try:
+        process = server.Server()
+    except OSError:
+        for kernel in kernels:
+            kernel.compile()
+        return
+    work = threading.Thread(target=process.run, args=(kernels,), daemon=True)
+    work.start()
+    try:
+        while work.is_alive():
+            show(f"{process.done} of {len(kernels)} kernels compiled")
+            work.join(0.1)
+    finally:
+        process.close()
+        show("")
+    for name, error in process.failed.items():
+        raise RuntimeError(f"{name} does not compile: {error}")
+    if process.done < len(kernels):
+        raise RuntimeError("The process that compiles kernels has ended; they are compiled at their first launch.")
+
+
+def _on_terminal(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def warm_up(recipe: warm.Recipe, rows: Iterable[int], tokens: int) -> str:
+    """Compile what a recipe launches. Returns the sentence of `compile_all`."""
+    kernels = warm.listed(recipe, rows, tokens)
+    said = compile_all(kernels)
+    if (tuple(rows), tokens) == (warm.ROWS, warm.LONGEST):
+        _Known(recipe).note(kernels)
+    return said

@@ -1,0 +1,232 @@
+"""The kernels that a patched model launches in its life, before it runs.
+
+A copy of the model with as many layers as there are kinds of them, whose tensors have no memory, runs a few forwards in which every
+launch is described (`kernels.ahead`). Attention then runs alone, over tensors of other numbers of rows and tokens: these select
+kernels in more ways than those of other operations.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import hf, registry
+from ..caches import PreallocatedCache
+from ..caches.layers import KEEP as KEPT
+from ..caches.layers import SLACK, round_up
+from ..caches.storage import PreallocatedStorage
+from ..kernels.ahead.describe import Addresses, Kernel, describing
+from ..kernels.host import gpu
+from ..kernels.spans import WORDS, num_words
+from ..kernels.spec import KV
+from .graphs.buckets import launch_bound, several
+from .graphs.entry import KEEP, Entry
+from .graphs.state import MARK
+from .patched import Patch
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+BEAMS = 8  # the most rows that beam search is expected to have
+LONGEST = 1 << 17  # tokens of all rows in a prompt
+# Numbers of tokens: before those of a forward, in a prompt, in a graph of several tokens, and in one whose logits are all used.
+DEPTHS = (100, 300, 700, 1500, 3000, 6000, 12_000, 24_000, 60_000)
+PROMPTS = (5, 10, 16, 24, 40, 64, 100, 180, 300, 600, 1200, 2500, 5000, 10_000, 20_000)
+SEVERAL = (2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 512, 1024, 2048)
+DRAFTS = (2, 4, 8, 16)
+
+
+class Recipe(NamedTuple):
+    """What decides which kernels a model launches. dtypes: of its parameters. most: tokens of all rows in a graph."""
+
+    cls: type[hf.PreTrainedModel]
+    config: hf.PreTrainedConfig
+    dtype: torch.dtype
+    dtypes: dict[str, torch.dtype]
+    backend: str
+    graph: bool
+    fuse: bool
+    most: int
+    target: gpu.Target
+
+    @classmethod
+    def of(cls, model: hf.PreTrainedModel, backend: str | None = None, target: gpu.Target | None = None) -> Recipe:
+        """That of a model; arguments as in `kernels_of`."""
+        if target is None:
+            if not gpu.on_gpu(model.device):
+                raise ValueError(
+                    f"The kernels of a model on {model.device} depend on the GPU that will run it; pass target=Target(90, 132), its "
+                    "compute capability and number of multiprocessors."
+                )
+            target = gpu.Target(gpu.arch(model.device), gpu.num_sms(model.device))
+        patch: Patch | None = vars(model).get(MARK)
+        had: dict[str, Any] = {"backend": "lean", "graph": True, "fuse": True} if patch is None else patch.arguments
+        backend = backend or had["backend"]
+        if registry.get(backend).streaming or had.get("cache", "preallocated") != "preallocated" or hf.num_ranks(model) > 1:
+            raise ValueError(
+                "The kernels of a model are known ahead with a preallocated cache and on one rank; those of another are compiled at "
+                "their first launch."
+            )
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        most = launch_bound(model, target.arch)
+        return cls(type(model), copy.deepcopy(model.config), model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target)
+
+    def small(self) -> hf.PreTrainedModel:
+        """A model of the same widths and dtypes, with as few layers as have all kinds, on the meta device."""
+        config = copy.deepcopy(self.config)
+        text = config.get_text_config(decoder=True)
+        kinds = [*hf.layer_kinds(config)]
+        # A model with dense and sparse layers (DeepSeek) has the dense ones first.
+        dense = getattr(text, "first_k_dense_replace", None) or 0
+        text.num_hidden_layers = min(max(2, 1 + max(kinds.index(kind) for kind in kinds), dense + 1), len(kinds))
+        for name in ("layer_types", "mlp_layer_types"):
+            if isinstance(each := getattr(text, name, None), list):
+                setattr(text, name, each[: text.num_hidden_layers])
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            made = self.cls(config).eval()
+        for name, parameter in made.named_parameters():
+            parameter.data = parameter.data.to(self.dtypes.get(name, self.dtype))
+        return made
+
+
+def kernels_of(
+    model: hf.PreTrainedModel,
+    rows: Iterable[int] = ROWS,
+    *,
+    tokens: int = LONGEST,
+    backend: str | None = None,
+    target: gpu.Target | None = None,
+) -> list[Kernel]:
+    """The kernels that a model launches in inference with patch(), those that take longest to compile first.
+
+    rows: of its calls. tokens: the longest text. backend: for a model that is not patched; "lean" if None. target: the GPU, of
+    whose kind this process needs none; None for that of the model. The model may be on the meta device: its weights are not read.
+    Raises ValueError for a model whose kernels are not known ahead: with a rolling cache or with Transformers' own, or on several
+    ranks.
+    """
+    return listed(Recipe.of(model, backend, target), rows, tokens)
+
+
+def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) -> list[Kernel]:
+    """`kernels_of` a recipe, from any thread."""
+    rows = sorted(set(rows))
+    one, depths, graph = rows[:1] if rows[0] == 1 else [], [depth for depth in DEPTHS if depth < tokens], recipe.graph
+    prompts = [length for length in PROMPTS if length <= tokens]
+    with describing(recipe.target) as found, torch.no_grad():
+        model = recipe.small()
+        patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), graph, recipe.fuse, None)
+        run = _Forwards(model, patch)
+        # Point of a forward; the rows, the tokens before and the tokens with which its attention runs again.
+        cases: list[tuple[_Point, list[int], list[int], Iterable[int]]] = []
+        for masked in (False, True):
+            cases.append((_Point(masked=masked, captured=graph), rows[masked:], depths, (1,)))
+            cases.append((_Point(tokens=100, past=0, masked=masked), rows, [0], prompts))
+        cases.append((_Point(tokens=100, masked=True), one, depths, prompts))
+        if graph:
+            cases.append((_Point(tokens=16, captured=True), one, [0, *depths], SEVERAL))
+        for point, counts, depths_of, lengths in cases:
+            most = recipe.most if point.captured else LONGEST
+            for template in run.attention(point):
+                for count, past, length in itertools.product(counts, depths_of, lengths):
+                    if count * length <= most:
+                        template.attend(count, past, length)
+        points = [_Point(count, captured=graph) for count in rows]
+        if graph:
+            points += [_Point(tokens=length, captured=True) for length in SEVERAL if length <= 128]
+            points += [_Point(tokens=length, captured=True, last=False) for length in DRAFTS]
+        for point in points:
+            run(point)
+    return sorted(found.values(), key=lambda kernel: -kernel.seconds)
+
+
+class _Point(NamedTuple):
+    """One forward. tokens: new ones of each row; past: those before. captured: for a graph. masked: with a mask.
+
+    last: whether it returns only the logits of the last token.
+    """
+
+    rows: int = 1
+    tokens: int = 1
+    past: int = 700
+    captured: bool = False
+    masked: bool = False
+    last: bool = True
+
+
+class _Template(NamedTuple):
+    """One call of attention. window: of its layer."""
+
+    backend: str
+    q: torch.Tensor
+    kv: KV
+    spec: Any
+    spans: torch.Tensor | None
+    options: dict[str, Any]
+    captured: bool
+    window: int | None
+
+    def attend(self, rows: int, past: int, tokens: int) -> None:
+        """The same call with other numbers of rows and tokens."""
+        limit, seen = 1 << 62, past
+        if self.window is not None:
+            limit, seen = self.window - 1 + KEPT + SLACK, min(past, self.window - 1)
+        capacity = min(round_up(past + tokens), limit)
+        kv_len = capacity if self.captured else seen + tokens
+        q = _like(self.q, {0: rows, 2: tokens})
+        k, v = (_like(x, {0: rows, 2: max(capacity, kv_len)})[:, :, :kv_len] for x in (self.kv.k, self.kv.v))
+        spans = self.spans
+        if spans is not None:
+            words = num_words(kv_len) if spans.shape[3] > WORDS else 0
+            spans = spans.new_empty(rows if words else 1, 1, 1, WORDS + words).expand(rows, -1, -1, -1)
+        registry.get(self.backend).attend(q, KV(k, v), self.spec, spans, **self.options)
+
+
+def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
+    """A tensor whose dimensions have the same order in memory, with some of other sizes."""
+    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    made = x.new_empty([sizes.get(dim, x.shape[dim]) for dim in order])
+    return made.permute([order.index(dim) for dim in range(x.dim())])
+
+
+class _Forwards:
+    """Forwards of a model on the meta device."""
+
+    def __init__(self, model: hf.PreTrainedModel, patch: Patch):
+        self.model, self.backend = model, patch.backend
+        self.kinds = hf.layer_kinds(model.config)
+
+    def __call__(self, point: _Point) -> None:
+        """One forward over a cache of `point.past` tokens."""
+        model, total = self.model, point.past + point.tokens
+        storage = PreallocatedStorage(self.kinds, round_up(total))
+        cache = PreallocatedCache.around(storage)
+        ids = torch.empty(point.rows, point.tokens, dtype=torch.int64, device="meta")
+        for layer, shape in zip(storage.layers, hf.layer_shapes(model.config), strict=True):
+            sizes = ((point.rows, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
+            layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device="meta") for size in sizes))
+            layer.seen, layer.base = point.past, point.past - layer.track.kept(point.past)
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: int(point.last), hf.CACHE: cache}
+        if point.masked:
+            inputs["attention_mask"] = torch.empty(point.rows, total, dtype=torch.int64, device="meta")
+        with Addresses():
+            if point.captured:
+                storage.sync(ids.device, *several(ids))
+                Entry(cache, None, inputs, point.tokens).body(model, model.__call__, storage, None)()
+            else:
+                model(**inputs)
+            if 1 < point.rows <= BEAMS:
+                cache.reorder_cache(ids[:, 0].int())  # as beam search does
+
+    def attention(self, point: _Point) -> list[_Template]:
+        """The calls of attention of a forward, one for each kind of layer."""
+        gpu.thread.calls = []
+        try:
+            self(point)
+            calls = gpu.thread.calls
+        finally:
+            gpu.thread.calls = None
+        made = (_Template(self.backend, *call, point.captured, kind.window) for call, kind in zip(calls, self.kinds, strict=False))
+        return [*{template.window: template for template in made}.values()]
