@@ -122,9 +122,7 @@ class Life:
 
         def turn(tokens: int) -> None:
             text = torch.cat([ids[0], torch.randint(5, 30000, (1, tokens))], 1)
-            ids[0] = self.model.generate(
-                text, past_key_values=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False
-            )
+            ids[0] = self.model.generate(text, past_key_values=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False)
 
         return [lambda tokens=tokens: turn(tokens) for tokens in lengths]
 

@@ -35,6 +35,7 @@ from hf_fastattn.kernels.decode import (  # noqa: E402
     all_gather,
     all_reduce,
     append,
+    build_spans,
     experts,
     gather_heads,
     linear,
@@ -728,8 +729,8 @@ def test_a_choice_in_the_launch_of_experts_spills_nothing_and_its_warps_choose_a
 def test_spans_kernel_compiles(arch, tmp_path):
     mask = torch.zeros(4, 100, dtype=torch.bool)
     span = torch.zeros(4, 1, 1, spans.WORDS + spans.num_words(100), dtype=torch.int32)
-    with compiling(spans, ("_build_spans_kernel",), arch) as compiled:
-        spans._build_spans_kernel[(4,)](
+    with compiling(build_spans, ("_build_spans_kernel",), arch) as compiled:
+        build_spans._build_spans_kernel[(4,)](
             *(span, mask, torch.zeros(1, dtype=torch.int64), 0, 100, 1, 100, spans.num_words(100), 1, 100, 0, spans.NO_WINDOW),
             OFFSET_ON_DEVICE=True,
             HAS_MASK=True,

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from hf_fastattn import kernels, registry
 from hf_fastattn.kernels import checks, reference, spans
 from hf_fastattn.kernels.attention import schedule, split_kv
+from hf_fastattn.kernels.decode import build_spans as build_spans_kernel
 from hf_fastattn.kernels.host import gpu, launch, tables
 from hf_fastattn.kernels.spec import KV, Spec, call
 
@@ -576,7 +577,7 @@ def test_spans_agree_with_the_mask(device):
         twin = spans._build_spans_torch(batch, q_len, kv_len, device, offset, kv_offset, causal, window, tensor)
         assert np.array_equal(reference.visible(q_len, kv_len, device, twin, False, None).cpu().numpy(), expected)
         if TRITON_RUNS:
-            span = spans._build_spans_triton(len(twin), q_len, kv_len, device, offset, kv_offset, causal, window, tensor)
+            span = build_spans_kernel.run(len(twin), q_len, kv_len, device, offset, kv_offset, causal, window, tensor)
         stop = max(0, min(kv_len, q_offset - kv_offset + q_len)) if causal else kv_len
         read = spans.WORDS + min(words, -(-stop // 32))
         assert torch.equal(span[..., :read], twin[: len(span), ..., :read])

@@ -27,7 +27,6 @@ import torch
 from ..attention import step as steps
 from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Packed, Step
 from ..hf import Kind
-from ..kernels.decode.append import append
 from ..kernels.spec import KV, bytes_per_token
 from .buffers import Pair, describe, layout, reallocated, refuse_gradient, selected, slide
 from .contract import CHANGE_ROWS, Storage
@@ -218,6 +217,8 @@ class Layer(Replaceable):
         track = self.track
         step = track.step
         if step is not None and step.mode != EAGER:
+            from ..kernels.decode.append import append
+
             self.mark_written(step)
             keys, values = self.kv
             if (layout(keys), layout(values)) != (layout(key_states), layout(value_states)):

@@ -22,8 +22,6 @@ import torch
 
 from ..attention import step as steps
 from ..attention.step import EAGER, Step
-from ..kernels.decode.append import append
-from ..kernels.decode.ring import ring_step
 from ..kernels.spans import pack_spans
 from ..kernels.spec import KV, bytes_per_token
 from ..streaming import Settings
@@ -89,6 +87,8 @@ class Ring(Storage):
             self._allocate(rows, device)
         self.uniform = self.uniform and pads is None
         if q_len == 1:
+            from ..kernels.decode.ring import ring_step
+
             step.plan, spans = ring_step(self.counts, pads, self.window, self.sinks)  # the slots, int64 (batch,)
         else:
             before = self.counts.clone()
@@ -269,6 +269,8 @@ class RollingLayer(Buffered):
         refuse_gradient(key_states, value_states)
         keys, values = self.kv
         if step.q_len == 1:
+            from ..kernels.decode.append import append
+
             append(KV(keys, values), key_states, value_states, step.plan.to(self.device))
         else:
             keys, values = _extend(keys, key_states, step.plan), _extend(values, value_states, step.plan)

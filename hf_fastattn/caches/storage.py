@@ -11,7 +11,6 @@ import torch
 from ..attention import step as steps
 from ..attention.step import EAGER
 from ..hf import Kind
-from ..kernels.decode import reorder as kernel
 from .contract import Storage
 from .layers import SLACK, Layer, Track
 
@@ -89,6 +88,8 @@ class PreallocatedStorage(Storage):
 
     def reorder(self, index: torch.Tensor) -> None:
         """Permute all buffers in place, in one launch: copies of each and back would take more launches and twice the traffic."""
+        from ..kernels.decode import reorder as kernel
+
         groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for layer in self.layers:
             live = layer.slots

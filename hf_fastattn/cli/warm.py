@@ -54,5 +54,7 @@ def _target(arch: int | None, sms: int | None) -> gpu.Target:
         device = torch.device("cuda", torch.cuda.current_device())
         return gpu.Target(gpu.arch(device), sms or gpu.num_sms(device))
     if arch not in SMS and (sms is None or arch < gpu.OLDEST):
-        raise ValueError(f"--arch must be one of {', '.join(map(str, SMS))}, or another from {gpu.OLDEST} on with --sms; got {arch}.")
+        raise ValueError(
+            f"--arch must be one of {', '.join(map(str, SMS))}, or another from {gpu.OLDEST} on with --sms; got {arch}."
+        )
     return gpu.Target(arch, sms or SMS[arch])

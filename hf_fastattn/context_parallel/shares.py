@@ -23,8 +23,6 @@ from torch._ops import OpOverload
 
 from ..kernels import parts
 from ..kernels import spans as spans_of
-from ..kernels.decode.append import append
-from ..kernels.decode.shares import merge_shares, pack
 from ..kernels.spec import KV, Result, Spec, is_plain
 
 if TYPE_CHECKING:
@@ -89,6 +87,8 @@ class Shares:
             found = gather_heads(q, *new, slots, peers, self.copies)
             if found is not None:
                 return found
+        from ..kernels.decode.append import append
+
         append(KV(new.keys, new.values), *self.gather_kv(new.k, new.v), slots)
         return self.gather_queries(layer, q)
 
@@ -128,6 +128,8 @@ class Shares:
             found = merge_ranks(out, lse, heads, sink_logits, peers)
             if found is not None:
                 return found
+        from ..kernels.decode.shares import merge_shares, pack
+
         first = 0 if self.whole else self.rank * heads
         found = self.every(pack(out, lse))[:, :, first : first + heads]
         return merge_shares(found, out.shape[3], sink_logits)

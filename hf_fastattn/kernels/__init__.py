@@ -21,7 +21,7 @@ from .host.gpu import HAS_TRITON, INTERPRETED
 from .spans import has_rows
 from .spec import KV, Result, Spec
 
-__all__ = ["reference"]
+__all__ = ["HAS_TRITON", "INTERPRETED", "reference"]
 
 
 REFERENCE = "the PyTorch reference"

@@ -27,13 +27,7 @@ from __future__ import annotations
 
 import torch
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU tensors need no Triton
-    triton = None
-
-from .host import gpu, launch
+from .host import gpu
 
 Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
 CAUSAL, HOLES, ROWS = 1, 2, 4
@@ -76,48 +70,10 @@ def build_spans(
     mask, rows = attention_mask, 1 if attention_mask is None else batch
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != batch):
         raise ValueError(f"attention_mask must be bool of shape ({batch}, positions seen); got {mask.dtype} {tuple(mask.shape)}.")
-    make = _build_spans_triton if gpu.on_gpu(torch.device(device)) else _build_spans_torch
+    make = _build_spans_torch
+    if gpu.on_gpu(torch.device(device)):
+        from .decode.build_spans import run as make  # type: ignore[assignment]
     return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask).expand(batch, -1, -1, -1)
-
-
-def _build_spans_triton(
-    rows: int,
-    q_len: int,
-    kv_len: int,
-    device: torch.device,
-    q_offset: int | torch.Tensor,
-    kv_offset: int,
-    causal: bool,
-    window: int | None,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    words = 0 if mask is None else num_words(kv_len)
-    spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
-    offset_on_device = isinstance(q_offset, torch.Tensor)
-    launch.start(
-        _build_spans_kernel,
-        (rows,),
-        spans,
-        spans if mask is None else mask,
-        q_offset if offset_on_device else spans,
-        0 if offset_on_device else q_offset,
-        0 if mask is None else mask.stride(0),
-        1 if mask is None else mask.stride(1),
-        0 if mask is None else mask.shape[1],
-        words,
-        q_len,
-        kv_len,
-        kv_offset,
-        width_of(window),
-        OFFSET_ON_DEVICE=offset_on_device,
-        HAS_MASK=mask is not None,
-        CAUSAL=CAUSAL if causal else 0,
-        HOLES=HOLES,
-        NUM_INTS=WORDS,
-        BLOCK=128,
-        num_warps=8,
-    )
-    return spans
 
 
 def _build_spans_torch(
@@ -194,66 +150,3 @@ def segments_of_lengths(cu: torch.Tensor, q_len: int) -> tuple[torch.Tensor, tor
     """The same for one row, from the cumulative lengths of its sequences, (sequences + 1,): from 0 to q_len, never decreasing."""
     which = torch.searchsorted(cu, torch.arange(q_len, device=cu.device, dtype=cu.dtype), right=True)
     return cu[which - 1][None], cu[which][None]
-
-
-if triton is not None:
-
-    @triton.jit
-    def store_spans(
-        span_ptrs, q_start, kv_start, kv_stop, window, flags, dropped, mask=None,
-        Q_START: tl.constexpr = Q_START, KV_START: tl.constexpr = KV_START, KV_STOP: tl.constexpr = KV_STOP,
-        WINDOW: tl.constexpr = WINDOW, FLAGS: tl.constexpr = FLAGS, DROPPED: tl.constexpr = DROPPED,
-    ):  # fmt: skip
-        """Write the integers of one row (scalars) or of several rows (blocks with a mask)."""
-        tl.store(span_ptrs + Q_START, q_start, mask=mask)
-        tl.store(span_ptrs + KV_START, kv_start, mask=mask)
-        tl.store(span_ptrs + KV_STOP, kv_stop, mask=mask)
-        tl.store(span_ptrs + WINDOW, window, mask=mask)
-        tl.store(span_ptrs + FLAGS, flags, mask=mask)
-        tl.store(span_ptrs + DROPPED, dropped, mask=mask)
-
-    @triton.jit(do_not_specialize=["q_offset", "mask_stride_b", "mask_len", "words", "q_len", "kv_len", "kv_offset", "window"])
-    def _build_spans_kernel(
-        Spans,  # (rows, 1, 1, NUM_INTS + words), int32, written
-        Mask,  # (rows, mask_len), bool, read with HAS_MASK
-        Offset,  # (1,), int, read with OFFSET_ON_DEVICE
-        q_offset, mask_stride_b, mask_stride_n, mask_len, words, q_len, kv_len, kv_offset, window,
-        OFFSET_ON_DEVICE: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr,
-        NUM_INTS: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """One program per row: reads the row's mask once, BLOCK words at a time, up to the slot of the last query."""
-        row = tl.program_id(0).to(tl.int64)
-        out = Spans + row * (NUM_INTS + words)
-        if OFFSET_ON_DEVICE:
-            q_offset = tl.load(Offset).to(tl.int32)
-        q_start = q_offset - kv_offset
-        if CAUSAL:
-            stop = tl.minimum(q_start + q_len, kv_len)
-        else:
-            stop = kv_len
-        start = kv_len * 0
-        flags = kv_len * 0 + CAUSAL
-        if HAS_MASK:
-            first = kv_len
-            last = kv_len * 0
-            count = kv_len * 0
-            bit = tl.arange(0, 32)
-            for w in tl.range(0, (stop + 31) // 32, BLOCK):
-                offs_w = w + tl.arange(0, BLOCK)
-                slots = offs_w[:, None] * 32 + bit[None, :]
-                column = slots + kv_offset
-                live = tl.load(
-                    Mask + row * mask_stride_b + column.to(tl.int64) * mask_stride_n,
-                    mask=(slots < stop) & (column < mask_len),
-                    other=0,
-                )
-                seen = live != 0
-                tl.store(out + NUM_INTS + offs_w, tl.sum(seen.to(tl.int32) << bit[None, :], 1), mask=offs_w < words)
-                first = tl.minimum(first, tl.min(tl.min(tl.where(seen, slots, kv_len), 1), 0))
-                last = tl.maximum(last, tl.max(tl.max(tl.where(seen, slots + 1, 0), 1), 0))
-                count += tl.sum(tl.sum(seen.to(tl.int32), 1), 0)
-            start = first
-            stop = last
-            if (count < stop - start) & (stop > start):
-                flags += HOLES
-        store_spans(out, q_start, start, stop, window, flags, 0)

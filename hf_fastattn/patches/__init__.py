@@ -54,7 +54,7 @@ def patch(
     clamp_positions: bool = False,
     peer_memory: bool | None = None,
     keep_graphs: bool = False,
-    compile: Literal["ahead", "lazy"] = "ahead",  # noqa: A002
+    compile: Literal["ahead", "lazy"] = "ahead",
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
 
@@ -81,8 +81,8 @@ def patch(
     because such code may read anything. True keeps it: you promise that nothing changes that this code reads besides its inputs
     and the model's weights. After a change call undo() and patch() again.
 
-    compile: "ahead" compiles the kernels of a model on a GPU in other processes from now on, before they are needed; "lazy" compiles
-    each at its first launch. Both keep them in Triton's cache on disk.
+    compile: "ahead" compiles the kernels of a model on a GPU from now on, in other processes, before they are needed; "lazy"
+    compiles each at its first launch. Both keep them in Triton's cache on disk.
 
     Returns a Patch. Print it to see what changed. Use it in a `with` block or call its undo() to undo everything. Only this
     instance changes; a deepcopy of the model has a patch of its own. A patched model keeps its Patch, which is returned again for

@@ -224,7 +224,7 @@ class Patch:
         vars(model).pop(MARK, None)
 
     def warm(self, rows: Iterable[int] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 1 << 17, graphs: bool = False) -> str:
-        """Compile the kernels of this model now, in other processes, for calls of so many rows and texts of up to `tokens` tokens.
+        """Compile the kernels of this model now, in other processes, for calls of so many rows and texts of `tokens` at most.
 
         graphs: also capture the decode step of each number of rows, by a short generate(). Returns a sentence with the number of
         kernels and the time. Raises ValueError if the patch is undone, and as `kernels_of`.

@@ -1,8 +1,8 @@
 """The kernels that a patched model launches in its life, before it runs.
 
-A copy of the model with as many layers as there are kinds of them, whose tensors have no memory, runs a few forwards in which every
-launch is described (`kernels.ahead`). Attention then runs alone, over tensors of other numbers of rows and tokens: these select
-kernels in more ways than those of other operations.
+A copy of the model with as many layers as there are kinds of them, whose tensors have no memory, runs a few forwards, in which
+every launch is described (`kernels.ahead`). Attention then runs alone, over tensors of other numbers of rows and tokens: these
+select its kernels in more ways than those of other operations.
 """
 
 from __future__ import annotations
@@ -52,26 +52,29 @@ class Recipe(NamedTuple):
     target: gpu.Target
 
     @classmethod
-    def of(cls, model: hf.PreTrainedModel, backend: str | None = None, target: gpu.Target | None = None) -> Recipe:
+    def of(cls, model: hf.PreTrainedModel, backend: str | None = None, target: tuple[int, int] | None = None) -> Recipe:
         """That of a model; arguments as in `kernels_of`."""
         if target is None:
             if not gpu.on_gpu(model.device):
                 raise ValueError(
-                    f"The kernels of a model on {model.device} depend on the GPU that will run it; pass target=Target(90, 132), its "
-                    "compute capability and number of multiprocessors."
+                    f"The kernels of a model on {model.device} depend on the GPU that will run it. Pass target=(90, 132), for "
+                    "example: its compute capability and its number of multiprocessors."
                 )
             target = gpu.Target(gpu.arch(model.device), gpu.num_sms(model.device))
+        target = gpu.Target(*target)
         patch: Patch | None = vars(model).get(MARK)
         had: dict[str, Any] = {"backend": "lean", "graph": True, "fuse": True} if patch is None else patch.arguments
         backend = backend or had["backend"]
         if registry.get(backend).streaming or had.get("cache", "preallocated") != "preallocated" or hf.num_ranks(model) > 1:
             raise ValueError(
-                "The kernels of a model are known ahead with a preallocated cache and on one rank; those of another are compiled at "
-                "their first launch."
+                "The kernels of a model are known ahead with a preallocated cache and on one rank. Those of another are compiled "
+                "at their first launch; leave this call out."
             )
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         most = launch_bound(model, target.arch)
-        return cls(type(model), copy.deepcopy(model.config), model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target)
+        return cls(
+            type(model), copy.deepcopy(model.config), model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target
+        )
 
     def small(self) -> hf.PreTrainedModel:
         """A model of the same widths and dtypes, with as few layers as have all kinds, on the meta device."""
@@ -86,7 +89,7 @@ class Recipe(NamedTuple):
                 setattr(text, name, each[: text.num_hidden_layers])
         config._attn_implementation = "eager"
         with torch.device("meta"):
-            made = self.cls(config).eval()
+            made: hf.PreTrainedModel = self.cls(config).eval()
         for name, parameter in made.named_parameters():
             parameter.data = parameter.data.to(self.dtypes.get(name, self.dtype))
         return made
@@ -98,12 +101,13 @@ def kernels_of(
     *,
     tokens: int = LONGEST,
     backend: str | None = None,
-    target: gpu.Target | None = None,
+    target: tuple[int, int] | None = None,
 ) -> list[Kernel]:
     """The kernels that a model launches in inference with patch(), those that take longest to compile first.
 
-    rows: of its calls. tokens: the longest text. backend: for a model that is not patched; "lean" if None. target: the GPU, of
-    whose kind this process needs none; None for that of the model. The model may be on the meta device: its weights are not read.
+    rows: of its calls. tokens: the longest text. backend: for a model that is not patched; "lean" if None. target: (compute
+    capability, number of multiprocessors) of the GPU, as (90, 132), which this process need not have; None for that of the model.
+    The model may be on the meta device: its weights are not read.
     Raises ValueError for a model whose kernels are not known ahead: with a rolling cache or with Transformers' own, or on several
     ranks.
     """
@@ -186,7 +190,7 @@ class _Template(NamedTuple):
 
 def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
     """A tensor whose dimensions have the same order in memory, with some of other sizes."""
-    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
     made = x.new_empty([sizes.get(dim, x.shape[dim]) for dim in order])
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
@@ -208,13 +212,14 @@ class _Forwards:
             sizes = ((point.rows, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
             layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device="meta") for size in sizes))
             layer.seen, layer.base = point.past, point.past - layer.track.kept(point.past)
+        state: Any = None  # which is compared in a generate() alone
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: int(point.last), hf.CACHE: cache}
         if point.masked:
             inputs["attention_mask"] = torch.empty(point.rows, total, dtype=torch.int64, device="meta")
         with Addresses():
             if point.captured:
                 storage.sync(ids.device, *several(ids))
-                Entry(cache, None, inputs, point.tokens).body(model, model.__call__, storage, None)()
+                Entry(cache, state, inputs, point.tokens).body(model, model.__call__, storage, None)()
             else:
                 model(**inputs)
             if 1 < point.rows <= BEAMS:
@@ -228,5 +233,7 @@ class _Forwards:
             calls = gpu.thread.calls
         finally:
             gpu.thread.calls = None
-        made = (_Template(self.backend, *call, point.captured, kind.window) for call, kind in zip(calls, self.kinds, strict=False))
-        return [*{template.window: template for template in made}.values()]
+        by_window: dict[int | None, _Template] = {}
+        for (q, kv, spec, spans, options), kind in zip(calls, self.kinds, strict=False):
+            by_window[kind.window] = _Template(self.backend, q, kv, spec, spans, options, point.captured, kind.window)
+        return [*by_window.values()]

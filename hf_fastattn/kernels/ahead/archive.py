@@ -1,7 +1,7 @@
 """Compiled kernels in one file, for other machines with the same kind of GPU and the same versions.
 
-A zip file: `manifest.json`, and for each kernel the folder of its key in Triton's cache with its code and Triton's description of it.
-The import reads and checks everything before it writes anything.
+A zip file: `manifest.json`, and for each kernel the folder of its key in Triton's cache with its code and Triton's description of
+it. The import reads and checks everything before it writes anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sources() -> str:
 def versions() -> dict[str, str]:
     """What compiled kernels depend on, besides their architecture: the key of Triton's cache changes with each."""
     import triton
-    from triton.runtime.cache import triton_key  # type: ignore[attr-defined]
+    from triton.runtime.cache import triton_key
 
     build = hashlib.sha256(triton_key().encode()).hexdigest()
     return {"triton": triton.__version__, "the build of triton": build, "the kernels of hf_fastattn": sources()}
@@ -72,8 +72,11 @@ def export(kernels: Iterable[Kernel], file: str | os.PathLike[str], about: dict[
 
 
 def import_(file: str | os.PathLike[str]) -> int:
-    """Copy the kernels of a file into Triton's cache; returns their number. Raises ValueError, before it writes anything, for a file
-    of other versions or another architecture, or one that is not as export() has written it."""
+    """Copy the kernels of a file into Triton's cache; returns their number.
+
+    Raises ValueError, before it writes anything, for a file of other versions or another architecture, or one that is not as
+    export() has written it.
+    """
     members = _read(file)
     for key in sorted({name.partition("/")[0] for name in members}):
         folder = locks.folder() / key
@@ -104,8 +107,8 @@ def _read(file: str | os.PathLike[str]) -> dict[str, bytes]:
     if theirs != ours:
         name = next(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
         raise ValueError(
-            f"{file} was exported with another version of {name}, {theirs.get(name)!r}; here it is {ours.get(name)!r}. Export it again "
-            "with the versions of this environment."
+            f"{file} was exported with another version of {name}, {theirs.get(name)!r}; here it is {ours.get(name)!r}. Export it "
+            "again with the versions of this environment."
         )
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()

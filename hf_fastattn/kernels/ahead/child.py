@@ -1,7 +1,7 @@
 """The program that compiles kernels for another process, in several processes of its own. `server.py` starts it.
 
-It reads one line, the descriptions in JSON, and writes a line for each kernel: its number, and the error or null. It needs no GPU.
-It ends after the last kernel, and when the process that has started it ends, in whatever way. It imports torch, Triton and
+It reads one line, the descriptions in JSON, and writes a line for each kernel: its number, and the error or null. It needs no
+GPU. It ends after the last kernel, and when the process that has started it ends, in whatever way. It imports torch, Triton and
 hf_fastattn.kernels alone, and once: its workers are forks.
 """
 
@@ -32,7 +32,8 @@ def main(workers: int) -> None:
     for name in {kernel.module for kernel in kernels}:
         importlib.import_module(name)
     waiting = iter(range(len(kernels)))
-    selector, children = selectors.DefaultSelector(), {}
+    selector = selectors.DefaultSelector()
+    children: dict[int, tuple[socket.socket, int]] = {}
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
     with contextlib.suppress(OSError):  # no more processes: fewer workers
         for _ in range(min(workers, len(kernels))):

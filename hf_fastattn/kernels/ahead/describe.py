@@ -1,7 +1,7 @@
 """Descriptions of kernels: everything that a compilation depends on, without tensors, a GPU or a driver.
 
-A description has what Triton derives from a launch before it compiles: types, alignments, constants, options and architecture. Any
-process can compile it, and Triton then finds the result on disk at the launch itself, since the key is the same.
+A description has what Triton derives from a launch before it compiles: types, alignments, constants, options and architecture.
+Any process can compile it, and Triton then finds the result on disk at the launch itself, since the key is the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-import torch
-
 from ..host import gpu, launch
 from . import locks
 
 # Seconds of a compilation, measured: the longest are compiled first. Others take less than half a second.
-SECONDS = {"prefill_hopper_kernel": 4.0, "prefill_kernel": 1.5, "split_kv_kernel": 1.3, "lean_kernel": 1.3, "merge_shares_kernel": 0.8}
+SECONDS = {
+    "prefill_hopper_kernel": 4.0,
+    "prefill_kernel": 1.5,
+    "split_kv_kernel": 1.3,
+    "lean_kernel": 1.3,
+    "merge_shares_kernel": 0.8,
+}
 SECONDS |= {"linear_rows_kernel": 0.6, "gate_up_kernel": 0.6, "down_kernel": 0.6}
 
 
@@ -58,7 +62,7 @@ class Kernel:
     @cached_property
     def key(self) -> str:
         """The name of its folder in Triton's cache."""
-        from triton.compiler.compiler import get_cache_key  # type: ignore[attr-defined]
+        from triton.compiler.compiler import get_cache_key
 
         source, options = self.source()
         backend = _backend(self.arch)
@@ -67,7 +71,7 @@ class Kernel:
 
     def compile(self) -> None:
         """Compile it into Triton's cache, unless it is there."""
-        from triton.compiler import compile  # noqa: A004
+        from triton.compiler import compile
 
         source, options = self.source()
         compile(source, target=_target(self.arch), options=options)
@@ -110,8 +114,10 @@ def prepare() -> None:
 
 @contextmanager
 def describing(target: gpu.Target) -> Iterator[dict[object, Kernel]]:
-    """A context in which this thread's launches of tensors without memory (meta) are described, for a GPU of this kind, and nothing
-    is launched. Yields the descriptions."""
+    """A context in which this thread's launches of tensors without memory (meta) are described, for a GPU of this kind.
+
+    Nothing is launched. Yields the descriptions.
+    """
     found: dict[object, Kernel] = {}
 
     def note(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -128,7 +134,9 @@ def describing(target: gpu.Target) -> Iterator[dict[object, Kernel]]:
 class Addresses(TorchFunctionMode):
     """Tensors without memory have addresses in this context, by which code tells whether two are the same."""
 
-    def __torch_function__(self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function is torch.Tensor.data_ptr and args[0].is_meta:
             return 16 * args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].element_size()
         if function is torch.Tensor.untyped_storage and args[0].is_meta:
@@ -196,7 +204,12 @@ def _plain(value: Any) -> Any:
         return ["dict", *([_plain(key), _plain(each)] for key, each in value.items())]
     kind = type(value)
     if dataclasses.is_dataclass(kind):
-        return ["object", kind.__module__, kind.__qualname__, [[f.name, _plain(getattr(value, f.name))] for f in dataclasses.fields(kind)]]
+        return [
+            "object",
+            kind.__module__,
+            kind.__qualname__,
+            [[f.name, _plain(getattr(value, f.name))] for f in dataclasses.fields(kind)],
+        ]
     if isinstance(value, (tuple, list)):
         if hasattr(kind, "_fields"):
             return ["named", kind.__module__, kind.__qualname__, *map(_plain, value)]

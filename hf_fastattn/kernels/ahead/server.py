@@ -1,7 +1,7 @@
 """Kernels compiled ahead of their first launch: by a process of its own (`child.py`), while this one goes on.
 
-A launch of a kernel that is being compiled waits for it; one that nobody has begun compiles it itself. Whatever fails in the other
-process, kernels are compiled at their first launch, as without it.
+A launch of a kernel that is being compiled waits for it; one that nobody has begun compiles it itself. Whatever fails in the
+other process, kernels are compiled at their first launch, as without it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def why_not() -> str | None:
 
 
 class Server:
-    """One list of kernels, compiled by another process. total: their number; done: how many are compiled; failed: errors by name."""
+    """One list of kernels, compiled by another process.
+
+    total: their number. done: how many are compiled. failed: errors by the name of a kernel. ended: whether it has ended.
+    """
 
     def __init__(self) -> None:
         """Start the process, which imports what it needs while the list is made. Raises OSError if there can be no process."""

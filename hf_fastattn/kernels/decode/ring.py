@@ -68,7 +68,7 @@ def _ring_step_torch(
 
 if triton is not None:
     from ..host.overlap import early, wait_for_inputs
-    from ..spans import store_spans
+    from .build_spans import store_spans
 
     @triton.jit(do_not_specialize=["batch", "window", "sinks"])
     def ring_step_kernel(

@@ -111,7 +111,7 @@ class Launch:
 
 
 def start(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> Any:
-    """Launch a kernel through Triton, which compiles it if need be; returns the compiled kernel. The first tensor has the device."""
+    """Launch a kernel on the device of the first tensor, through Triton, which compiles it if need be. Returns what is compiled."""
     if thread.describe is not None:
         thread.describe(kernel, args, named)
         return None
