@@ -1,7 +1,7 @@
 """What models of true widths do in their lives on a GPU, on a CPU: every kernel that they launch is described, and none runs.
 
-The model has the layers that are needed for each kind of layer to occur. Products of linear layers are not computed, and graphs
-are rehearsed, captured (which runs the model's Python) and replayed (which does nothing).
+A model has the layers that are needed for each kind of layer to occur. Products of linear layers and of experts are zeros, and
+graphs are rehearsed, captured (which runs the model's Python) and replayed (which does nothing).
 """
 
 from __future__ import annotations
@@ -9,39 +9,49 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from test_compile_offline import OfflineDriver
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import hf_fastattn
+from hf_fastattn import hf
 from hf_fastattn.hf import packages
 from hf_fastattn.kernels import TritonKernel
 from hf_fastattn.kernels.ahead.describe import Kernel, _plain
 from hf_fastattn.kernels.host import gpu
+from hf_fastattn.patches import warm
 from hf_fastattn.patches.calls import forwards
-from hf_fastattn.patches.fused import subclass
+from hf_fastattn.patches.fused import experts, subclass
 from hf_fastattn.patches.graphs import graphs
 
 packages.PACKAGES |= {__name__}  # what records a step is no code of the model
 Call = Callable[[], object]
-
-
-class _Driver:
-    def __init__(self, arch: int):
-        self.arch = arch
-
-    def get_current_device(self):
-        return self.arch
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
+LONG = {"max_position_embeddings": 140_000}
+LLAMA_1B = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Llama 1B": (LlamaConfig, {**LLAMA_1B, **HEADS, **LONG}),
+    "Llama 8B": (
+        LlamaConfig,
+        {**LLAMA_1B, **HEADS, **LONG, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "head_dim": 128},
+    ),
+    "Gemma 3 4B": (
+        Gemma3TextConfig,
+        {"vocab_size": 262_208, "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
+        | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, **LONG},
+    ),
+    "GPT-OSS 20B": (GptOssConfig, {"num_hidden_layers": 24, "num_local_experts": 32, **LONG}),
+    "Qwen3 30B": (
+        Qwen3MoeConfig,
+        {"vocab_size": 151_936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_experts": 128}
+        | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8, **LONG},
+    ),
+}
 
 
 class _Graph:
@@ -58,107 +68,112 @@ class _Graph:
         pass
 
 
+def recipe_of(name: str, target: tuple[int, int]) -> warm.Recipe:
+    """The recipe of a whole model."""
+    cls, options = MODELS[name]
+    return warm.Recipe.of(hf.model_on_meta(cls(**options), torch.bfloat16), None, target)
+
+
 @contextmanager
-def living(target: gpu.Target, most: int) -> Iterator[dict[str, Kernel]]:
-    """A context in which CPU tensors are on a GPU of this kind; yields what is compiled. most: tokens of a captured prompt."""
-    found: dict[str, Kernel] = {}
+def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, Kernel]]]:
+    """A context in which CPU tensors are on a GPU; yields a patched model with few layers, and what it has compiled."""
+    found: dict[object, Kernel] = {}
+    arch, sms = recipe.target
 
     def compile_(self, key, signature, device, constants, options, attrs, warmup):
-        values = map(_plain, (signature, constants, attrs, vars(options)))
-        kernel = Kernel(self.module, self.fn.__qualname__, target.arch, *values)
-        found[repr(kernel.as_json())] = kernel
+        own = {name: value for name, value in vars(options).items() if name != "extern_libs"}
+        found[self, key] = Kernel(self.module, self.__name__, arch, *map(_plain, (signature, constants, attrs, own)))
 
     def linear(x, weight, bias=None):
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Driver(target.arch))
+        patch.setattr(driver, "_active", OfflineDriver(arch))
         patch.setattr(JITFunction, "_do_compile", compile_)
-        patch.setattr(gpu, "arch", lambda device: target.arch)
-        patch.setattr(gpu, "num_sms", lambda device: target.sms)
+        patch.setattr(gpu, "arch", lambda device: arch)
+        patch.setattr(gpu, "num_sms", lambda device: sms)
         patch.setattr(gpu, "on_gpu", lambda device: True)
-        patch.setattr(gpu, "holds", lambda tensor: True)
         patch.setattr(subclass, "has_kernels", lambda tensor: type(tensor) in (torch.Tensor, torch.nn.Parameter))
         patch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
         patch.setattr(graphs, "new_graph", _Graph)
         patch.setattr(graphs, "why_no_graph", lambda device: None)
-        patch.setattr(forwards, "launch_bound", lambda model: most)
-        patch.setattr(torch.nn.functional, "linear", linear)
-        yield found
-
-
-def made(config, cls=None):
-    """A model of this configuration, of zeros."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = (cls or AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16)
-    model = model.to_empty(device="cpu").eval()
-    with torch.no_grad():
-        for tensor in model.buffers():
-            tensor.fill_(0.1) if tensor.is_floating_point() else tensor.zero_()
-        for tensor in model.parameters():
-            tensor.zero_()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model
+        patch.setattr(forwards, "launch_bound", lambda model: recipe.most)
+        for module in (torch.nn.functional, experts):
+            patch.setattr(module, "linear", linear)
+        patch.setattr(hf, "stock_experts", lambda module, name: lambda module, x, *rest: torch.zeros_like(x))
+        model = recipe.small().to_empty(device="cpu")
+        with torch.no_grad():
+            for buffer in model.buffers():
+                buffer.fill_(0.1) if buffer.is_floating_point() else buffer.zero_()
+            for parameter in model.parameters():
+                if parameter.numel() < 1e8:  # the others are not read
+                    parameter.zero_()
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 3
+        hf_fastattn.patch(model, recipe.backend)
+        yield model, found
 
 
 class Life:
     """The calls of one model."""
 
-    def __init__(self, model: torch.nn.Module, seed: int = 5):
-        self.model, self.random = model, random.Random(seed)
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.random = model, random.Random(5)
 
-    def generate(self, tokens: int, rows: int = 1, new: int = 8, **options) -> Call:
+    def generate(self, tokens: int, rows: int = 1, new: int = 8, **options: Any) -> Call:
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False} | options
-        return lambda: self.model.generate(torch.randint(5, 30000, (rows, tokens)), **options)
+        return lambda: self.model.generate(torch.randint(5, 30_000, (rows, tokens)), **options)
 
     def length(self, low: int, high: int) -> int:
-        """Lengths from 1 << low to 1 << high, as many of each power of two."""
+        """Lengths from 1 << low to 1 << high, as many between two powers of two as between the next two."""
         return int(2 ** self.random.uniform(low, high))
 
-    def chat(self, first: int, lengths: list[int], capacity: int) -> list[Call]:
-        cache, ids = hf_fastattn.PreallocatedCache(self.model, capacity=capacity), [torch.randint(5, 30000, (1, first))]
+    def chat(self, first: int, lengths: list[int], capacity: int) -> Iterator[Call]:
+        cache, text = hf_fastattn.PreallocatedCache(self.model, capacity=capacity), [torch.randint(5, 30_000, (1, first))]
 
         def turn(tokens: int) -> None:
-            text = torch.cat([ids[0], torch.randint(5, 30000, (1, tokens))], 1)
-            ids[0] = self.model.generate(text, past_key_values=cache, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+            ids = torch.cat([text[0], torch.randint(5, 30_000, (1, tokens))], 1)
+            options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+            text[0] = self.model.generate(ids, past_key_values=cache, **options)
 
-        return [lambda tokens=tokens: turn(tokens) for tokens in lengths]
+        return (lambda tokens=tokens: turn(tokens) for tokens in lengths)
 
     def padded(self) -> Call:
         mask = torch.ones(4, 300, dtype=torch.long)
         mask[0, :100] = 0
         return self.generate(300, 4, attention_mask=mask)
 
-    def session(self) -> Iterator[tuple[str, list[Call]]]:
+    def hour(self) -> Iterator[Call]:
+        """A few calls of each kind."""
+        yield from [self.generate(100)] * 2
+        yield from (self.generate(tokens) for tokens in (20, 700, 3000))
+        yield from self.chat(500, [5, 90, 300], 8192)
+        yield from (self.generate(200, rows) for rows in (2, 16))
+        yield from (self.padded(), self.generate(300, num_beams=4), self.generate(300, prompt_lookup_num_tokens=8))
+
+    def day(self) -> Iterator[Call]:
         """One user, then several."""
-        yield "first call", [self.generate(100)]
-        yield "again", [self.generate(100)] * 2
-        yield "one row", [self.generate(self.random.randint(10, 4000)) for _ in range(25)]
-        yield "chat", self.chat(500, [self.random.randint(5, 400) for _ in range(25)], 16384)
-        yield "several rows", [self.generate(200, rows) for rows in (2, 3, 4, 6, 8, 12, 16, 24)]
-        yield "long", [self.generate(tokens, new=4) for tokens in (8000, 16000, 30000)]
-        yield "padded", [self.padded()] * 2
-        yield "beams", [self.generate(300, num_beams=4)]
-        yield "lookup", [self.generate(300, prompt_lookup_num_tokens=8)]
+        yield from [self.generate(100)] * 3
+        yield from (self.generate(self.random.randint(10, 4000)) for _ in range(25))
+        yield from self.chat(500, [self.random.randint(5, 400) for _ in range(25)], 16_384)
+        yield from (self.generate(200, rows) for rows in (2, 3, 4, 6, 8, 12, 16, 24))
+        yield from (self.generate(tokens, new=4) for tokens in (8000, 16_000, 30_000))
+        yield from [self.padded()] * 2
+        yield from (self.generate(300, num_beams=4), self.generate(300, prompt_lookup_num_tokens=8))
 
-    def rest(self) -> Iterator[tuple[str, list[Call]]]:
-        """The rest of a life of 300 calls."""
-        yield "all lengths", [self.generate(self.length(3, 13), new=3) for _ in range(120)]
+    def whole(self) -> Iterator[Call]:
+        """300 calls."""
+        yield from self.day()
+        yield from (self.generate(self.length(3, 13), new=3) for _ in range(120))
         for _ in range(6):
-            yield "chats", self.chat(self.random.randint(20, 20000), [self.length(2, 11) for _ in range(12)], 32768)
-        rows = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-        yield "1 to 64 rows", [self.generate(self.length(3, 10), r, new=3) for r in rows for _ in range(2)]
+            yield from self.chat(self.random.randint(20, 20_000), [self.length(2, 11) for _ in range(12)], 32_768)
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
+            yield from (self.generate(self.length(3, 10), rows, new=3) for _ in range(2))
 
 
-def run(phases: Iterator[tuple[str, list[Call]]], found: dict[str, Kernel]) -> dict[str, list[Kernel]]:
-    """What each phase compiles."""
-    by_phase: dict[str, list[Kernel]] = {}
-    with torch.inference_mode():
-        for name, calls in phases:
-            before = len(found)
-            for call in calls:
-                call()
-            by_phase.setdefault(name, []).extend([*found.values()][before:])
-    return by_phase
+def met(recipe: warm.Recipe, part: str) -> list[Kernel]:
+    """What a part of the life of a model compiles: "hour", "day" or "whole"."""
+    torch.manual_seed(0)
+    with living(recipe) as (model, found), torch.inference_mode():
+        for call in getattr(Life(model), part)():
+            call()
+    return [*found.values()]

@@ -7,7 +7,7 @@ import torch
 from typer import Argument, Option
 
 from .. import hf
-from ..kernels.ahead import archive
+from ..kernels.ahead import archive, locks
 from ..kernels.host import gpu
 from ..patches import ahead, warm
 from .options import MODEL, Backend, Dtype, GgufFile, Traceback, listed
@@ -31,7 +31,10 @@ def warm_(
     traceback: Traceback = False,
 ) -> None:
     if import_ is not None:
-        print(f"{archive.import_(import_)} kernels of {import_} are in Triton's cache.")
+        kernels = archive.import_(import_)
+        print(f"{len(kernels)} kernels of {import_} are in Triton's cache.")
+        if locks.has_launchers():
+            ahead.compile_all(kernels)  # what launches them
     if model is None:
         if import_ is None or export is not None:
             raise ValueError("Name a MODEL whose kernels are to be compiled, or a file of kernels with --import.")

@@ -103,7 +103,7 @@ def kernels_of(
     backend: str | None = None,
     target: tuple[int, int] | None = None,
 ) -> list[Kernel]:
-    """The kernels that a model launches in inference with patch(), those that take longest to compile first.
+    """The kernels that a model launches in inference with patch(): those of a first call, then the others, the slowest first.
 
     rows: of its calls. tokens: the longest text. backend: for a model that is not patched; "lean" if None. target: (compute
     capability, number of multiprocessors) of the GPU, as (90, 132), which this process need not have; None for that of the model.
@@ -123,6 +123,9 @@ def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) ->
         model = recipe.small()
         patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), graph, recipe.fuse, None)
         run = _Forwards(model, patch)
+        for point in (_Point(tokens=100, past=0), _Point(past=100, captured=graph)):  # the first call
+            run(point)
+        first = len(found)
         # Point of a forward; the rows, the tokens before and the tokens with which its attention runs again.
         cases: list[tuple[_Point, list[int], list[int], Iterable[int]]] = []
         for masked in (False, True):
@@ -137,13 +140,17 @@ def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) ->
                 for count, past, length in itertools.product(counts, depths_of, lengths):
                     if count * length <= most:
                         template.attend(count, past, length)
-        points = [_Point(count, captured=graph) for count in rows]
+        windows = [kind.window for kind in hf.layer_kinds(model.config) if kind.window is not None and kind.window < tokens]
+        few = [length for length in prompts if length <= 64]  # which fused experts may serve
+        points = [_Point(tokens=length, past=0) for length in (*few, *(window + 1 for window in windows))]
+        points += [_Point(count, captured=graph) for count in rows]
         if graph:
-            points += [_Point(tokens=length, captured=True) for length in SEVERAL if length <= 128]
+            points += [_Point(tokens=length, captured=True) for length in SEVERAL if length <= min(256, recipe.most)]
             points += [_Point(tokens=length, captured=True, last=False) for length in DRAFTS]
         for point in points:
             run(point)
-    return sorted(found.values(), key=lambda kernel: -kernel.seconds)
+    kernels = [*found.values()]
+    return [kernel for part in (kernels[:first], kernels[first:]) for kernel in sorted(part, key=lambda each: -each.seconds)]
 
 
 class _Point(NamedTuple):

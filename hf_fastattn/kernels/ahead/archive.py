@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import warnings
 import zipfile
 from collections.abc import Iterable
@@ -20,11 +19,10 @@ from typing import Any
 import torch
 
 from . import locks
-from .describe import Kernel
+from .describe import Kernel, of_json
 
 VARIABLE = "HF_FASTATTN_KERNELS"
-MANIFEST, LIMIT = "manifest.json", 64 << 20  # bytes of a member
-_MEMBER = re.compile(r"([A-Z2-7]{52})/(\w{1,150})\.(cubin|json)")
+MANIFEST, SUFFIXES, LIMIT = "manifest.json", ("cubin", "json"), 64 << 20  # bytes of a member
 
 
 @cache
@@ -54,7 +52,7 @@ def export(kernels: Iterable[Kernel], file: str | os.PathLike[str], about: dict[
     kernels = [*kernels]
     for kernel in kernels:
         folder = locks.folder() / kernel.key
-        for suffix in ("cubin", "json"):
+        for suffix in SUFFIXES:
             path = folder / f"{kernel.name}.{suffix}"
             if not path.is_file():
                 raise ValueError(f"{kernel.name} is not compiled: there is no {path}. Compile the kernels first.")
@@ -62,6 +60,7 @@ def export(kernels: Iterable[Kernel], file: str | os.PathLike[str], about: dict[
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in members.items()}
     arches = sorted({kernel.arch for kernel in kernels})
     manifest = {"hf_fastattn kernels": 1, "versions": versions(), "architectures": arches, **about, "members": sums}
+    manifest["kernels"] = [kernel.as_json() for kernel in kernels]
     part = Path(f"{os.fspath(file)}.part")
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as made:
         made.writestr(MANIFEST, json.dumps(manifest, indent=1))
@@ -71,23 +70,23 @@ def export(kernels: Iterable[Kernel], file: str | os.PathLike[str], about: dict[
     return len(kernels)
 
 
-def import_(file: str | os.PathLike[str]) -> int:
-    """Copy the kernels of a file into Triton's cache; returns their number.
+def import_(file: str | os.PathLike[str]) -> list[Kernel]:
+    """Copy the kernels of a file into Triton's cache; returns their descriptions.
 
     Raises ValueError, before it writes anything, for a file of other versions or another architecture, or one that is not as
     export() has written it.
     """
-    members = _read(file)
-    for key in sorted({name.partition("/")[0] for name in members}):
-        folder = locks.folder() / key
-        with locks.locked(key):
-            if not locks.is_there(key):
-                _write(folder, {Path(name).name: data for name, data in members.items() if name.startswith(key)})
-    return len({name.partition("/")[0] for name in members})
+    kernels, members = _read(file)
+    for kernel in kernels:
+        with locks.locked(kernel.key):
+            if not locks.is_compiled(kernel.key):
+                own = {f"{kernel.name}.{suffix}": members[f"{kernel.key}/{kernel.name}.{suffix}"] for suffix in SUFFIXES}
+                _write(locks.folder() / kernel.key, own)
+    return kernels
 
 
-def _read(file: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The checked members of a file, by their names."""
+def _read(file: str | os.PathLike[str]) -> tuple[list[Kernel], dict[str, bytes]]:
+    """The kernels of a file and its members, by their names, checked."""
     try:
         with zipfile.ZipFile(file) as opened:
             infos = opened.infolist()
@@ -96,7 +95,7 @@ def _read(file: str | os.PathLike[str]) -> dict[str, bytes]:
             data = {info.filename: opened.read(info) for info in infos}
         manifest = json.loads(data.pop(MANIFEST))
         form, sums = manifest["hf_fastattn kernels"], dict(manifest["members"])
-        theirs, arches = dict(manifest["versions"]), [*manifest["architectures"]]
+        theirs, arches, described = dict(manifest["versions"]), [*manifest["architectures"]], [*manifest["kernels"]]
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -118,26 +117,18 @@ def _read(file: str | os.PathLike[str]) -> dict[str, bytes]:
                 f"{major}.{minor}. Export it with --arch {10 * major + minor}."
             )
     for name, content in data.items():
-        _check(file, name, content, sums[name], data)
-    return data
-
-
-def _check(file: object, name: str, content: bytes, expected: object, data: dict[str, bytes]) -> None:
-    match = _MEMBER.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{file} has a member {name!r}, which is no file of a kernel. Do not use it.")
-    if hashlib.sha256(content).hexdigest() != expected:
-        raise ValueError(f"{file} is damaged: {name} is not what was exported. Copy or export it again.")
-    key, kernel, suffix = match.groups()
-    if suffix == "json":
-        try:
-            its = json.loads(content)["hash"]
-        except (ValueError, KeyError, TypeError):
-            its = None
-        if f"{key}/{kernel}.cubin" not in data or locks.key_of(its) != key:
-            raise ValueError(f"{file} has a member {name} that does not belong to its kernel. Do not use it.")
-    elif f"{key}/{kernel}.json" not in data:
-        raise ValueError(f"{file} has a member {name} without Triton's description of it. Do not use it.")
+        if hashlib.sha256(content).hexdigest() != sums[name]:
+            raise ValueError(f"{file} is damaged: {name} is not what was exported. Copy or export it again.")
+    try:
+        kernels = [of_json(each) for each in described]
+        names = {f"{kernel.key}/{kernel.name}.{suffix}" for kernel in kernels for suffix in SUFFIXES}
+        hashes = {locks.key_of(json.loads(data[f"{kernel.key}/{kernel.name}.json"])["hash"]) for kernel in kernels}
+        whole = names == data.keys() and hashes == {kernel.key for kernel in kernels}
+    except Exception:  # whatever a foreign file may contain
+        whole = False
+    if not whole:
+        raise ValueError(f"{file} has members that are not the kernels it describes. Do not use it; export it again.")
+    return kernels, data
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:

@@ -81,6 +81,7 @@ def _give(end: socket.socket, waiting: Iterator[int]) -> bool:
 
 def _work(end: socket.socket, kernels: list[Any], locks: Any) -> None:
     """What a worker does: compile the kernels whose numbers it reads. It ends with the other process."""
+    os.nice(5)  # the first process goes on
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):  # whose other ends must notice the end of the first process
         os.dup2(nothing, standard)

@@ -6,9 +6,11 @@ Any process can compile it, and Triton then finds the result on disk at the laun
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
+import re
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +57,7 @@ class Kernel:
 
     def source(self) -> tuple[Any, dict[str, Any]]:
         """(the source, the options) for Triton's compiler."""
-        kernel = getattr(importlib.import_module(self.module), self.name)
+        kernel = _named(self.module, self.name)
         kind = _source_class(kernel)
         return kind(kernel, _made(self.signature), _made(self.constants), _made(self.attrs)), _made(self.options)
 
@@ -70,11 +72,19 @@ class Kernel:
         return locks.key_of(hashlib.sha256(text.encode()).hexdigest())
 
     def compile(self) -> None:
-        """Compile it into Triton's cache, unless it is there."""
+        """Compile it into Triton's cache, unless it is there, and the function in C by which Triton before 3.9 launches it.
+
+        That function needs libcuda and a C compiler, without which it is compiled at the first launch.
+        """
+        from triton.backends.nvidia import driver
         from triton.compiler import compile
 
         source, options = self.source()
-        compile(source, target=_target(self.arch), options=options)
+        compiled = compile(source, target=_target(self.arch), options=options)
+        if locks.has_launchers():
+            with contextlib.suppress(Exception):
+                driver.CudaLauncher(source, compiled.metadata)
+                (locks.folder() / self.key / locks.LAUNCHER).touch()
 
     def as_json(self) -> list[Any]:
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
@@ -98,18 +108,22 @@ def describe(
     if known is not None and key in known:
         return known[key]
     options, *rest = kernel._pack_args(backend, named, bound, specialisation, options)
-    found = Kernel(kernel.module, kernel.fn.__qualname__, arch, *map(_plain, (*rest, vars(options))))
+    own = {name: value for name, value in vars(options).items() if name != "extern_libs"}  # paths, which Triton adds again
+    found = Kernel(kernel.module, kernel.fn.__qualname__, arch, *map(_plain, (*rest, own)))
     if known is not None:
         known[key] = found
     return found
 
 
 def prepare() -> None:
-    """Import and compute what all compilations need."""
+    """Import and compute what all compilations need, and compile what Triton's driver needs."""
     import triton.compiler
     import triton.runtime.cache
+    from triton.backends.nvidia import driver
 
     triton.runtime.cache.triton_key()  # reads all of Triton's files
+    with contextlib.suppress(Exception):  # without libcuda
+        driver.CudaUtils()
 
 
 @contextmanager
@@ -234,17 +248,24 @@ def _made(plain: Any) -> Any:
         import triton.language as tl
 
         return tl.dtype(rest[0]) if word == "dtype" else tl.constexpr(_made(rest[0]))
-    if not rest[0].startswith(("hf_fastattn.kernels.", "triton.")):
-        raise ValueError(f"A description names {rest[0]}.{rest[1]}, which is neither of hf_fastattn.kernels nor of triton.")
-    named = getattr(importlib.import_module(rest[0]), rest[1])
+    named = _named(*rest[:2])
     if word == "function":
         return named
-    if word == "named":
+    if word == "named" and issubclass(named, tuple):
         return named(*map(_made, rest[2:]))
+    if word != "object" or not dataclasses.is_dataclass(named):
+        raise ValueError(f"A description names {rest[0]}.{rest[1]} as a {word}, which it is not.")
     made = object.__new__(named)
     for name, value in rest[2]:
         object.__setattr__(made, name, _made(value))
     return made
+
+
+def _named(module: str, name: str) -> Any:
+    """A kernel, a device function or a class of constants, of the kernels of this package or of Triton."""
+    if not isinstance(module, str) or not re.fullmatch(r"(hf_fastattn\.kernels|triton)(\.\w+)*", module):
+        raise ValueError(f"A description names {module}.{name}, which is neither of hf_fastattn.kernels nor of triton.")
+    return getattr(importlib.import_module(module), name)
 
 
 def of_json(fields: list[Any]) -> Kernel:

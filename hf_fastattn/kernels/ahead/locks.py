@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+LAUNCHER = "launcher"  # an empty file: the function that launches the kernel is compiled
 PATIENCE = 300.0  # seconds; a lock that is held longer is that of a hanging process or a broken file system
 
 
@@ -27,9 +30,24 @@ def key_of(digest: object) -> str:
     return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
-def is_there(key: str) -> bool:
+def is_compiled(key: str) -> bool:
     """Whether a kernel is in Triton's cache."""
     return any((folder() / key).glob("__grp__*.json"))
+
+
+def is_there(key: str) -> bool:
+    """The same, with the function that launches it."""
+    return is_compiled(key) and (not has_launchers() or (folder() / key / LAUNCHER).exists())
+
+
+@cache
+def has_launchers() -> bool:
+    """Whether Triton compiles a function in C for each kernel, as before 3.9, and this machine can do it ahead."""
+    from triton.backends.nvidia import driver
+
+    with contextlib.suppress(Exception):  # it raises where there is no libcuda
+        return hasattr(driver, "make_launcher") and bool(driver.libcuda_dirs())
+    return False
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class Launch:
 
 
 def start(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> Any:
-    """Launch a kernel on the device of the first tensor, through Triton, which compiles it if need be. Returns what is compiled."""
+    """Launch a kernel through Triton, on the device of the first tensor. Returns what Triton has compiled, now or before."""
     if thread.describe is not None:
         thread.describe(kernel, args, named)
         return None
