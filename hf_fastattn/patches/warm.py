@@ -19,7 +19,7 @@ from ..caches import PreallocatedCache
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
 from ..caches.storage import PreallocatedStorage
-from ..kernels.ahead.describe import Addresses, Kernel, describing
+from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
@@ -223,14 +223,13 @@ class _Forwards:
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: int(point.last), hf.CACHE: cache}
         if point.masked:
             inputs["attention_mask"] = torch.empty(point.rows, total, dtype=torch.int64, device="meta")
-        with Addresses():
-            if point.captured:
-                storage.sync(ids.device, *several(ids))
-                Entry(cache, state, inputs, point.tokens).body(model, model.__call__, storage, None)()
-            else:
-                model(**inputs)
-            if 1 < point.rows <= BEAMS:
-                cache.reorder_cache(ids[:, 0].int())  # as beam search does
+        if point.captured:
+            storage.sync(ids.device, *several(ids))
+            Entry(cache, state, inputs, point.tokens).body(model, model.__call__, storage, None)()
+        else:
+            model(**inputs)
+        if 1 < point.rows <= BEAMS:
+            cache.reorder_cache(ids[:, 0].int())  # as beam search does
 
     def attention(self, point: _Point) -> list[_Template]:
         """The calls of attention of a forward, one for each kind of layer."""

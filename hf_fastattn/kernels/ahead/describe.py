@@ -17,9 +17,6 @@ from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
 
-import torch
-from torch.overrides import TorchFunctionMode
-
 from ..host import gpu, launch
 from . import locks
 
@@ -145,27 +142,6 @@ def describing(target: gpu.Target) -> Iterator[dict[object, Kernel]]:
         gpu.thread.target, launch.thread.describe = outer
 
 
-class Addresses(TorchFunctionMode):
-    """Tensors without memory have addresses in this context, by which code tells whether two are the same."""
-
-    def __torch_function__(
-        self, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.Tensor.data_ptr and args[0].is_meta:
-            return 16 * args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].element_size()
-        if function is torch.Tensor.untyped_storage and args[0].is_meta:
-            return _Storage(16 * args[0].untyped_storage()._cdata)
-        return function(*args, **(kwargs or {}))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Storage:
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 @cache
 def _target(arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
@@ -255,7 +231,7 @@ def _made(plain: Any) -> Any:
         return named(*map(_made, rest[2:]))
     if word != "object" or not dataclasses.is_dataclass(named):
         raise ValueError(f"A description names {rest[0]}.{rest[1]} as a {word}, which it is not.")
-    made = object.__new__(named)
+    made: Any = object.__new__(named)  # type: ignore[arg-type]
     for name, value in rest[2]:
         object.__setattr__(made, name, _made(value))
     return made

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from ..checks import DTYPES
 from ..device.tile import aligned_strides, head_of
-from ..host import launch, tables
+from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, PLAIN, Form
 from .rms_norm import moments, scaled
@@ -206,7 +206,11 @@ class Normed(NamedTuple):
 
     def fits(self, heads: torch.Tensor) -> bool:
         """Whether `heads` is a view of the whole result of a norm that the kernel supports."""
-        same = heads.data_ptr() == self.out.data_ptr() and heads.numel() == self.out.numel() and heads.dtype == self.out.dtype
+        same = (
+            gpu.address_of(heads) == gpu.address_of(self.out)
+            and heads.numel() == self.out.numel()
+            and heads.dtype == self.out.dtype
+        )
         return same and self.bias is None and self.weight is not None and self.weight.shape == heads.shape[-1:]
 
 
@@ -232,9 +236,9 @@ class Rotation(NamedTuple):
 
         The rows of new_values must not be longer."""
         k = self.out[1]
-        same = k.data_ptr() == new_keys.data_ptr() and (k.shape, k.stride()) == (new_keys.shape, new_keys.stride())
-        read = new_values.untyped_storage().data_ptr()  # by another thread than the one that writes it
-        computed = any(t is not None and t.untyped_storage().data_ptr() == read for t in (*self.out, *self.inputs[6:]))
+        same = gpu.address_of(k) == gpu.address_of(new_keys) and (k.shape, k.stride()) == (new_keys.shape, new_keys.stride())
+        read = gpu.storage_of(new_values)  # by another thread than the one that writes it
+        computed = any(t is not None and gpu.storage_of(t) == read for t in (*self.out, *self.inputs[6:]))
         return same and not computed and k.dtype == new_keys.dtype and new_values.shape[-1] <= k.shape[-1]
 
     def launch(self, kv: KV | None = None, *new: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..host import launch
+from ..host import gpu, launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..mixture import MAX_CHOICES
 
@@ -168,7 +168,7 @@ class Choice(NamedTuple):
         """Whether the launch of so many experts can make this choice, and its results are these contiguous tensors."""
         tokens, count = self.logits.shape
         pairs = (experts, self.experts), (scores, self.scores)
-        own = all((a.data_ptr(), a.shape) == (b.data_ptr(), b.shape) for a, b in pairs)
+        own = all((gpu.address_of(a), a.shape) == (gpu.address_of(b), b.shape) for a, b in pairs)
         return tokens == 1 and count == num_experts <= MAX_IN_EXPERTS and own
 
 

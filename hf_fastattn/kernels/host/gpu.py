@@ -84,6 +84,17 @@ def holds(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or (tensor.is_meta and thread.target is not None)
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor, by which code tells whether two are the same; of one without memory a number in its place."""
+    return tensor.data_ptr() or storage_of(tensor) + tensor.storage_offset() * tensor.element_size()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage; of one without memory a number in its place."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or storage._cdata
+
+
 def autocast_type(device: torch.device) -> str:
     """The type of a device for torch's autocast, which knows none for tensors without memory."""
     return "cuda" if device.type == "meta" else device.type

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from ... import hf
 from ...kernels import HAS_TRITON, mixture
-from ...kernels.host import launch
+from ...kernels.host import gpu, launch
 from . import subclass
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def current() -> _Delayed | None:
 
 
 def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+    return gpu.storage_of(x)
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -292,7 +292,9 @@ class _Delayed(TorchDispatchMode):
     def _ends_in(self, x: torch.Tensor) -> bool:
         """Whether x is the result of the chain."""
         out = None if self.chain is None else self.chain.out  # x may have it in another shape, of the same rows
-        return out is not None and (x.data_ptr(), x.numel(), x.shape[-1]) == (out.data_ptr(), out.numel(), out.shape[-1])
+        if out is None:
+            return False
+        return (gpu.address_of(x), x.numel(), x.shape[-1]) == (gpu.address_of(out), out.numel(), out.shape[-1])
 
     def _has(self, x: torch.Tensor) -> bool:
         """Whether x reads a result that is not computed yet."""
