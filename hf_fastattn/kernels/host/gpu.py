@@ -86,7 +86,7 @@ def holds(tensor: torch.Tensor) -> bool:
 
 def address_of(tensor: torch.Tensor) -> int:
     """The address of a tensor, by which code tells whether two are the same; of one without memory a number in its place."""
-    return tensor.data_ptr() or storage_of(tensor) + tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr() or storage_of(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
