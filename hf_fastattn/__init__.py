@@ -11,6 +11,7 @@ from .attention.backend import count_calls
 from .caches import PreallocatedCache, RollingCache
 from .kernels.merge import merge
 from .patches import patch, unpatch
+from .patches.warm import kernels_of
 from .registry import Backend, get, names, register
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "evaluate",
     "explain",
     "get",
+    "kernels_of",
     "merge",
     "names",
     "patch",

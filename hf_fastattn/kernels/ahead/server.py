@@ -23,6 +23,7 @@ from ..host import gpu, launch
 from . import locks
 from .describe import Kernel, describe
 
+CHILD = Path(__file__).with_name("child.py")
 MAX_WORKERS = 32
 
 
@@ -57,7 +58,7 @@ class Server:
         workers = max(1, min((len(os.sched_getaffinity(0)) - 1) // ranks, MAX_WORKERS))
         own = {"TRITON_CACHE_DIR": str(locks.folder()), "HF_FASTATTN_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("child.py")), str(workers)],
+            [sys.executable, "-P", str(CHILD), str(workers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,0 +1,464 @@
+"""Kernels that are known, compiled and shipped before their first launch."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import INTERPRETED
+from models import tiny
+
+pytest.importorskip("triton")
+if INTERPRETED:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+import lives
+from test_compile_offline import OfflineDriver
+from triton import knobs
+from triton.runtime.driver import driver
+
+import hf_fastattn
+from hf_fastattn import cli
+from hf_fastattn.kernels.ahead import archive, describe, locks, server
+from hf_fastattn.kernels.decode import rms_norm
+from hf_fastattn.kernels.host import gpu, launch
+from hf_fastattn.patches import ahead, warm
+
+H100 = (90, 132)
+TARGETS = [H100, (90, 114), (80, 108)]
+# The most kernels in the list of a model, for an H100 and an A100; a life of 300 calls meets at least four of five.
+LISTED = {
+    "Llama 1B": (36, 36),
+    "Llama 8B": (38, 36),
+    "Gemma 3 4B": (40, 40),
+    "GPT-OSS 20B": (42, 42),
+    "Qwen3 30B": (41, 41),
+}
+SURPLUS = 1.25
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("name", LISTED)
+def test_the_list_of_a_model_is_short_and_begins_with_what_its_first_call_needs(name, target):
+    kernels = warm.listed(lives.recipe_of(name, target))
+    assert len(kernels) <= LISTED[name][target[0] == 80]
+    assert {kernel.arch for kernel in kernels} == {target[0]} and len({kernel.key for kernel in kernels}) == len(kernels)
+    early = [kernel.name for kernel in kernels[:20]]
+    assert {"linear_kernel", "rope_kernel"} < {*early} and "linear_rows_kernel" not in early
+
+
+@pytest.mark.parametrize("name, target", [("Llama 1B", H100), *((name, (80, 108)) for name in ("GPT-OSS 20B", "Qwen3 30B"))])
+def test_the_list_has_what_an_hour_meets(name, target):
+    recipe = lives.recipe_of(name, target)
+    met, kernels = lives.met(recipe, "hour"), warm.listed(recipe)
+    assert len(met) > 15
+    assert not [kernel for kernel in met if kernel not in kernels]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, target, part",
+    [("Llama 1B", H100, "whole"), *((name, target, "day") for name in LISTED for target in (H100, (80, 108)))],
+    ids=str,
+)
+def test_the_list_has_what_a_life_meets_and_little_more(name, target, part):
+    recipe = lives.recipe_of(name, target)
+    met, kernels = lives.met(recipe, part), warm.listed(recipe)
+    assert not [kernel for kernel in met if kernel not in kernels]
+    assert part != "whole" or len(kernels) <= SURPLUS * len(met)
+
+
+def small_recipe():
+    """Of a model with few kernels."""
+    return warm.Recipe.of(tiny("llama").bfloat16(), None, H100)
+
+
+def norm(size: int = 256) -> describe.Kernel:
+    """The description of a kernel that compiles within a second."""
+    x = torch.empty(1, size, dtype=torch.bfloat16, device="meta")
+    with describe.describing(gpu.Target(*H100)) as found:
+        rms_norm.run(x, x[0], None, 1e-6, False, False, "")
+    (kernel,) = found.values()
+    return kernel
+
+
+def test_a_description_survives_json_and_nothing_runs_in_its_context():
+    kernels = warm.listed(small_recipe(), (1,), 300)
+    copies = [describe.of_json(json.loads(json.dumps(kernel.as_json()))) for kernel in kernels]
+    assert copies == kernels and [copy.key for copy in copies] == [kernel.key for kernel in kernels]
+    assert gpu.thread.target is None and launch.thread.describe is None and gpu.thread.calls is None
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [
+        ["function", "os", "system"],
+        ["named", "hf_fastattn.kernels.ahead.describe", "_named", "os", "system"],
+        ["object", "hf_fastattn.kernels.spec", "KV", []],
+        ["function", "hf_fastattn.kernels.spec.os", "system"],
+    ],
+)
+def test_a_description_names_only_kernels_and_constants(constant):
+    kernel = dataclasses.replace(norm(), constants=["dict", [["tuple", 0], constant]])
+    with pytest.raises((ValueError, TypeError, ImportError)):
+        _ = kernel.key
+
+
+def test_the_count_of_calls_is_that_of_real_ones():
+    with hf_fastattn.count_calls() as counts:
+        warm.listed(small_recipe(), (1,), 300)
+    assert not counts
+
+
+def test_models_whose_kernels_are_not_known_ahead_are_refused_in_a_sentence():
+    model = tiny("llama")
+    with pytest.raises(ValueError, match=r"model on cpu depend on the GPU.*Pass target=\(90, 132\)"):
+        hf_fastattn.kernels_of(model)
+    with (
+        hf_fastattn.patch(model, "streaming", window=16),
+        pytest.raises(ValueError, match="known ahead with a preallocated cache"),
+    ):
+        hf_fastattn.kernels_of(model, target=H100)
+    with pytest.raises(ValueError, match='compile must be "ahead" or "lazy"; got \'never\''):
+        hf_fastattn.patch(model, compile="never")
+    with hf_fastattn.patch(model) as patched, pytest.raises(ValueError, match="model on cpu depend on the GPU"):
+        assert patched.ahead is None and launch.compiling is None  # nothing is compiled for a CPU
+        patched.warm()
+    with pytest.raises(ValueError, match="already undone"):
+        patched.warm()
+
+
+# ---- archives ----
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty folder as Triton's cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def pretend(kernel: describe.Kernel, cache: Path) -> None:
+    """Put something in the place of a compiled kernel."""
+    folder = cache / kernel.key
+    digest = base64.b32decode(kernel.key + "====").hex()
+    files = {f"{kernel.name}.cubin": b"code", f"{kernel.name}.json": json.dumps({"hash": digest}).encode()}
+    folder.mkdir(parents=True)
+    archive._write(folder, files)
+    (folder / locks.LAUNCHER).touch()
+
+
+@pytest.fixture
+def exported(cache, tmp_path, monkeypatch):
+    """(kernels, their file, an empty cache that is now Triton's)."""
+    monkeypatch.setattr(archive, "versions", lambda: {"triton": "3", "the kernels of hf_fastattn": "a"})
+    kernels = [norm(256), norm(512)]
+    for kernel in kernels:
+        pretend(kernel, cache)
+    assert archive.export(kernels, tmp_path / "kernels.zip", {"model": "none"}) == 2
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    return kernels, tmp_path / "kernels.zip", tmp_path / "other"
+
+
+def test_an_archive_is_imported_with_paths_of_this_cache(exported):
+    kernels, file, cache = exported
+    assert archive.import_(file) == kernels == archive.import_(file)
+    for kernel in kernels:
+        group = json.loads((cache / kernel.key / f"__grp__{kernel.name}.json").read_text())["child_paths"]
+        assert [*group] == [f"{kernel.name}.cubin", f"{kernel.name}.json"]
+        assert all(Path(path).parent == cache / kernel.key and Path(path).is_file() for path in group.values())
+
+
+def changed(file: Path, change) -> None:
+    """Write a file anew, with changed members and a changed manifest."""
+    with zipfile.ZipFile(file) as opened:
+        members = {name: opened.read(name) for name in opened.namelist()}
+    manifest = json.loads(members.pop(archive.MANIFEST))
+    change(members, manifest)
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr(archive.MANIFEST, json.dumps(manifest))
+        for name, data in members.items():
+            made.writestr(name, data)
+
+
+def add(name: str, data: bytes = b"x"):
+    def change(members, manifest):
+        members[name] = data
+        manifest["members"][name if isinstance(name, str) else name.filename] = hashlib.sha256(data).hexdigest()
+
+    return change
+
+
+def other_kernel(members, manifest):
+    """A compiled kernel in the folder of another one, with sums that fit."""
+    a, b = sorted(name for name in members if name.endswith(".cubin"))
+    json_a, json_b = a.replace(".cubin", ".json"), b.replace(".cubin", ".json")
+    members[json_a] = members[json_b]
+    manifest["members"][json_a] = manifest["members"][json_b]
+
+
+def a_link() -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo("link")
+    info.external_attr = 0o120777 << 16
+    return info
+
+
+BAD = {
+    "a path upwards": (add("../evil.cubin"), "has members that are not the kernels it describes"),
+    "an absolute path": (add("/tmp/evil.cubin"), "has members that are not the kernels it describes"),
+    "a further file": (add(f"{'A' * 52}/evil.cubin"), "has members that are not the kernels it describes"),
+    "a changed cubin": (
+        lambda m, _: m.update({k: b"other" for k in m if k.endswith("cubin")}),
+        "is damaged: .*cubin is not what",
+    ),
+    "another kernel's": (other_kernel, "has members that are not the kernels it describes"),
+    "a member less": (lambda m, _: m.pop(next(iter(m))), "does not have the members that its manifest lists"),
+    "other versions": (lambda _, made: made["versions"].update(triton="2"), "another version of triton, '2'; here it is '3'"),
+    "other kernels": (
+        lambda _, made: made["versions"].pop("the kernels of hf_fastattn"),
+        "version of the kernels of hf_fastattn",
+    ),
+    "no description": (lambda _, made: made.pop("kernels"), "is no whole file of `hf-fastattn warm --export`"),
+    "a foreign description": (lambda _, made: made["kernels"][0].__setitem__(0, "os"), "has members that are not the kernels"),
+    "a link": (lambda m, _: m.update({a_link(): b"/etc"}), "it has a link"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_archive_is_refused_before_anything_is_written(what, exported):
+    _, file, cache = exported
+    change, says = BAD[what]
+    changed(file, change)
+    with pytest.raises(ValueError, match=says):
+        archive.import_(file)
+    assert not cache.exists() or not [path for path in cache.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut", b"text" * 100])
+def test_a_file_that_is_no_archive_is_refused(content, exported, monkeypatch):
+    _, file, cache = exported
+    file.write_bytes(content or file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="is no whole file of `hf-fastattn warm --export`"):
+        archive.import_(file)
+    monkeypatch.setenv(archive.VARIABLE, str(file))
+    monkeypatch.setattr(archive, "_imported", set())
+    with pytest.warns(UserWarning, match="HF_FASTATTN_KERNELS: .* is no whole file.*Kernels are compiled anew"):
+        archive.import_of_environment()
+    assert not cache.exists()
+
+
+# ---- compilation by other processes ----
+
+
+CHILD = Path(server.__file__).with_name("child.py")
+
+
+def fake_child(monkeypatch, tmp_path, code: str) -> None:
+    """Let servers run this code in place of the program that compiles."""
+    (tmp_path / "child.py").write_text(f"import json, os, sys, time\n{code}")
+    monkeypatch.setattr(server, "CHILD", tmp_path / "child.py")
+
+
+ANSWERS = """
+kernels = json.loads(sys.stdin.readline())
+for number, kernel in enumerate(kernels):
+    print(json.dumps([number, None]), flush=True)
+"""
+
+
+def run(recipe) -> ahead.Ahead:
+    work = ahead.Ahead(recipe)
+    work.thread.join(60)
+    assert not work.thread.is_alive() and launch.compiling is None
+    return work
+
+
+def test_a_list_is_compiled_once_and_then_known(cache, tmp_path, monkeypatch):
+    fake_child(monkeypatch, tmp_path, ANSWERS)
+    recipe = small_recipe()
+    kernels = warm.listed(recipe)
+    work = run(recipe)
+    assert (work.reason, work.server.done, work.server.total) == (None, len(kernels), len(kernels))
+    for kernel in kernels:
+        pretend(kernel, cache)
+    monkeypatch.setattr(warm, "listed", None)
+    assert run(recipe).server is None  # every kernel is there
+    (cache / kernels[0].key / f"__grp__{kernels[0].name}.json").unlink()
+    assert run(recipe).server is not None
+
+
+@pytest.mark.parametrize(
+    "code, reason",
+    [
+        ("sys.stdin.readline(); os._exit(1)", "the process that compiled them has ended"),
+        ("os._exit(1)", "the process that compiled them has ended"),
+        ("sys.stdin.readline(); print('[0, \"OSError: full\"]')", "1 did not compile ahead: OSError: full"),
+    ],
+)
+def test_a_failure_of_the_other_process_is_a_reason_and_no_error(code, reason, cache, tmp_path, monkeypatch):
+    fake_child(monkeypatch, tmp_path, code)
+    assert run(small_recipe()).reason == reason
+
+
+def test_a_server_ends_with_its_patch(cache, tmp_path, monkeypatch):
+    fake_child(monkeypatch, tmp_path, "sys.stdin.readline(); time.sleep(600)")
+    work = ahead.Ahead(small_recipe())
+    while work.server is None or not work.server.total:
+        time.sleep(0.01)
+    assert launch.compiling is not None
+    work.close()
+    work.thread.join(10)
+    assert not work.thread.is_alive() and launch.compiling is None and work.reason is None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(work.server.process.pid, 0)
+
+
+def test_without_a_folder_to_write_to_kernels_are_compiled_at_their_launch(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert "cannot be written" in server.why_not()
+    with locks.locked("A" * 52):  # no lock, and no error
+        pass
+    monkeypatch.setattr(knobs.compilation, "always_compile", True)
+    assert "TRITON_ALWAYS_COMPILE" in server.why_not()
+
+
+def test_a_launch_waits_for_the_process_that_compiles_its_kernel(cache):
+    kernel = norm()
+    holder = "import fcntl, os, sys, time; f = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT); fcntl.flock(f, fcntl.LOCK_EX); "
+    holder += "print(flush=True); sys.stdin.readline()"
+    (cache / kernel.key).mkdir(parents=True)
+    command = [sys.executable, "-c", holder, cache / kernel.key / "compiling"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        waited = []
+        with locks.locked(kernel.key, lambda: (waited.append(None), other.stdin.close())[0]):
+            assert waited
+
+
+def children(pid: int) -> list[int]:
+    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_compiled_kernel_is_found_by_the_launch_itself(cache, monkeypatch):
+    kernels = [norm(256), norm(512), norm(768)]
+    assert ahead.compile_all(kernels).startswith("3 kernels compiled in ")
+    hits = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit))
+    monkeypatch.setattr(driver, "_active", OfflineDriver(90))
+    monkeypatch.setattr(gpu, "arch", lambda device: 90)
+    monkeypatch.setattr(launch, "start", lambda kernel, grid, *args, **named: kernel.warmup(*args, grid=grid, **named))
+    for size in (256, 512, 768, 1024):
+        x = torch.zeros(1, size, dtype=torch.bfloat16)
+        rms_norm.run(x, x[0], None, 1e-6, False, False, "")
+    assert hits == [True, True, True, False]
+    assert ahead.compile_all(kernels).startswith("0 kernels compiled")
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {root!r})
+from hf_fastattn.kernels.ahead import describe, server
+import json
+kernels = [describe.of_json(each) for each in json.loads({kernels!r})]
+served = server.Server()
+print(served.process.pid, flush=True)
+{then}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["served.run(kernels * 100)", "time.sleep(3)", "sys.exit()"])
+def test_the_processes_end_with_that_which_started_them(then, cache):
+    root = str(Path(hf_fastattn.__file__).parents[1])
+    code = PARENT.format(root=root, kernels=json.dumps([norm(2**n).as_json() for n in range(6, 12)]), then=then)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        if then.startswith("served"):
+            while not children(pid):  # until it compiles
+                time.sleep(0.05)
+            workers = children(pid)
+            parent.send_signal(signal.SIGKILL)
+        else:
+            workers = []
+            parent.wait(30)
+        end = time.monotonic() + 30
+        while any(Path(f"/proc/{each}").exists() for each in (pid, *workers)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not [each for each in (pid, *workers) if Path(f"/proc/{each}").exists()]
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_its_kernel_alone(cache):
+    kernels = [norm(2**n) for n in range(6, 10)]
+    served, killed = server.Server(), []
+    work = threading.Thread(target=served.run, args=(kernels,))
+    work.start()
+    while work.is_alive():
+        for child in children(served.process.pid)[: not killed]:
+            killed.append(child)
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    assert killed and served.done < len(kernels)
+    for kernel in kernels:
+        kernel.compile()  # as at its first launch
+        assert locks.is_compiled(kernel.key)
+
+
+# ---- the command line, and the import of the package ----
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "Name a MODEL whose kernels are to be compiled, or a file of kernels with --import"),
+        (["--import", "/nowhere"], "No such file or directory: '/nowhere'"),
+        (["{model}"], "This machine has no GPU. Pass --arch: 80 for an A100, 90 for an H100 or H200"),
+        (["{model}", "--arch", "70"], "--arch must be one of 80, 86, 89, 90, or another from 80 on with --sms; got 70"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(arguments, says, tmp_path, capsys):
+    if not torch.cuda.is_available():
+        tiny("llama").config.save_pretrained(tmp_path)
+        assert cli.main(["warm", *(each.format(model=tmp_path) for each in arguments)]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_the_command_compiles_and_exports_from_a_configuration_alone(cache, tmp_path, monkeypatch, capsys):
+    tiny("llama").config.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(ahead, "_compile", lambda kernels, show: [pretend(kernel, cache) for kernel in kernels])
+    file = str(tmp_path / "kernels.zip")
+    options = ["--rows", "1", "--tokens", "300", "--arch", "90", "--dtype", "bfloat16", "--export", file]
+    assert cli.main(["warm", str(tmp_path / "model"), *options]) == 0
+    said = capsys.readouterr().out
+    assert " kernels compiled in " in said and f" kernels are in {file}, 0." in said
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert cli.main(["warm", "--import", file]) == 0
+    assert f"kernels of {file} are in Triton's cache" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_import_of_the_package_imports_no_triton():
+    code = """
+import sys
+sys.modules["triton"] = None  # torch imports it otherwise
+import torch, transformers.modeling_utils
+del sys.modules["triton"]
+import hf_fastattn
+assert "triton" not in sys.modules
+"""
+    environment = {**os.environ, "HF_FASTATTN_AUTOLOAD": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
