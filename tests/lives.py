@@ -29,7 +29,7 @@ from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.fused import experts, subclass
 from hf_fastattn.patches.graphs import graphs
 
-packages.PACKAGES |= {__name__}  # what records a step is no code of the model
+packages.PACKAGES |= {__name__, OfflineDriver.__module__}  # what records a step is no code of the model
 Call = Callable[[], object]
 LONG = {"max_position_embeddings": 140_000}
 LLAMA_1B = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}

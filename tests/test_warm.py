@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import slow_unless
 from conftest import INTERPRETED
 from models import tiny
 
@@ -36,32 +37,35 @@ from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.kernels.host import gpu, launch
 from hf_fastattn.patches import ahead, warm
 
-H100 = (90, 132)
-TARGETS = [H100, (90, 114), (80, 108)]
-# The most kernels in the list of a model, for an H100 and an A100; a life of 300 calls meets at least four of five.
+TARGETS = {"H100": (90, 132), "H100 PCIe": (90, 114), "A100": (80, 108)}
+H100 = TARGETS["H100"]
+# The number of kernels in the list of a model, for each of TARGETS.
 LISTED = {
-    "Llama 1B": (36, 36),
-    "Llama 8B": (38, 36),
-    "Gemma 3 4B": (40, 40),
-    "GPT-OSS 20B": (42, 42),
-    "Qwen3 30B": (41, 41),
+    "Llama 1B": (36, 40, 40),
+    "Llama 8B": (38, 41, 42),
+    "Gemma 3 4B": (40, 40, 36),
+    "GPT-OSS 20B": (42, 44, 50),
+    "Qwen3 30B": (41, 46, 50),
 }
-SURPLUS = 1.25
+SURPLUS = 1.25  # of a list, over what a life of 300 calls meets
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.parametrize("target", slow_unless("H100".__eq__, TARGETS))
+@pytest.mark.parametrize("name", slow_unless(["Llama 1B", "Qwen3 30B"].__contains__, [*LISTED]))
 def test_the_list_of_a_model_is_short_and_begins_with_what_its_first_call_needs(name, target):
-    kernels = warm.listed(lives.recipe_of(name, target))
-    assert len(kernels) <= LISTED[name][target[0] == 80]
-    assert {kernel.arch for kernel in kernels} == {target[0]} and len({kernel.key for kernel in kernels}) == len(kernels)
+    kernels = warm.listed(lives.recipe_of(name, TARGETS[target]))
+    assert len(kernels) <= LISTED[name][[*TARGETS].index(target)]
+    assert {kernel.arch for kernel in kernels} == {TARGETS[target][0]} and len({kernel.key for kernel in kernels}) == len(kernels)
     early = [kernel.name for kernel in kernels[:20]]
     assert {"linear_kernel", "rope_kernel"} < {*early} and "linear_rows_kernel" not in early
 
 
-@pytest.mark.parametrize("name, target", [("Llama 1B", H100), *((name, (80, 108)) for name in ("GPT-OSS 20B", "Qwen3 30B"))])
+@pytest.mark.parametrize(
+    "name, target",
+    slow_unless(("Llama 1B", "H100").__eq__, [("Llama 1B", "H100"), ("GPT-OSS 20B", "A100"), ("Qwen3 30B", "A100")]),
+)
 def test_the_list_has_what_an_hour_meets(name, target):
-    recipe = lives.recipe_of(name, target)
+    recipe = lives.recipe_of(name, TARGETS[target])
     met, kernels = lives.met(recipe, "hour"), warm.listed(recipe)
     assert len(met) > 15
     assert not [kernel for kernel in met if kernel not in kernels]
@@ -70,11 +74,10 @@ def test_the_list_has_what_an_hour_meets(name, target):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, target, part",
-    [("Llama 1B", H100, "whole"), *((name, target, "day") for name in LISTED for target in (H100, (80, 108)))],
-    ids=str,
+    [("Llama 1B", "H100", "whole"), *((name, target, "day") for name in LISTED for target in ("H100", "A100"))],
 )
 def test_the_list_has_what_a_life_meets_and_little_more(name, target, part):
-    recipe = lives.recipe_of(name, target)
+    recipe = lives.recipe_of(name, TARGETS[target])
     met, kernels = lives.met(recipe, part), warm.listed(recipe)
     assert not [kernel for kernel in met if kernel not in kernels]
     assert part != "whole" or len(kernels) <= SURPLUS * len(met)

@@ -109,6 +109,7 @@ class _Known:
 
     def note(self, kernels: Sequence[Kernel]) -> None:
         with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps([kernel.key for kernel in kernels]))
 
 
