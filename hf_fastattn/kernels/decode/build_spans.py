@@ -1,4 +1,7 @@
-"""The launch of `spans.build_spans`, and the device function by which kernels write spans."""
+"""The launch of `spans.build_spans`, and the device function by which kernels write spans.
+
+Rounds: nothing. Limits: those of `spans.build_spans`. Oracle: `spans._build_spans_torch`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The launch of `parts.part_of`."""
+"""The launch of `parts.part_of`.
+
+Rounds: nothing. Limits: those of `parts.part_of`. Oracle: `parts._part_of_torch`.
+"""
 
 from __future__ import annotations
 
