@@ -14,6 +14,7 @@ from hf_fastattn.caches import contract
 from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
 from hf_fastattn.kernels import parts
 from hf_fastattn.kernels import spans as spans_of
+from hf_fastattn.kernels.decode import part_of
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.decode.shares import merge_shares, pack
 from hf_fastattn.kernels.spec import KV, Spec
@@ -130,7 +131,7 @@ def test_the_kernel_computes_the_spans_of_a_part(device, q_len, mask):
         for rank, ranks in ((0, 2), (1, 2), (2, 3)):
             length = 512 + parts.PART
             rows = spans[:1] if spans.stride(0) == 0 else spans
-            found, want = (make(rows, q_len, length, rank, ranks) for make in (parts._part_of_triton, parts._part_of_torch))
+            found, want = (make(rows, q_len, length, rank, ranks) for make in (part_of.run, parts._part_of_torch))
             for mine, other in zip(found, want, strict=True):
                 assert mine.dtype == other.dtype and torch.equal(mine, other)
 

@@ -31,7 +31,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 import hf_fastattn
-from hf_fastattn import cli
+from hf_fastattn import cli, hf
 from hf_fastattn.kernels.ahead import archive, describe, locks, server
 from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.kernels.host import gpu, launch
@@ -119,6 +119,16 @@ def test_a_description_names_only_kernels_and_constants(constant):
         _ = kernel.key
 
 
+def test_the_command_line_knows_a_model_that_is_loaded_later(tmp_path):
+    model = tiny("llama")
+    model.config.save_pretrained(tmp_path)
+    made = hf.model_on_meta(hf.load_config(tmp_path), model.dtype)
+    names = {ahead.Known(warm.Recipe.of(made, "lean", H100)).name}
+    with hf_fastattn.patch(model):
+        assert {ahead.Known(warm.Recipe.of(model, None, H100)).name} == names
+    assert {ahead.Known(warm.Recipe.of(model, "fa2", H100)).name} != names
+
+
 def test_the_count_of_calls_is_that_of_real_ones():
     with hf_fastattn.count_calls() as counts:
         warm.listed(small_recipe(), (1,), 300)
@@ -163,6 +173,9 @@ def pretend(kernel: describe.Kernel, cache: Path) -> None:
     (folder / locks.LAUNCHER).touch()
 
 
+KNOWN = f"hf_fastattn-{'0' * 32}.json"
+
+
 @pytest.fixture
 def exported(cache, tmp_path, monkeypatch):
     """(kernels, their file, an empty cache that is now Triton's)."""
@@ -170,7 +183,7 @@ def exported(cache, tmp_path, monkeypatch):
     kernels = [norm(256), norm(512)]
     for kernel in kernels:
         pretend(kernel, cache)
-    assert archive.export(kernels, tmp_path / "kernels.zip", {"model": "none"}) == 2
+    assert archive.export(kernels, tmp_path / "kernels.zip", {"known": KNOWN}) == 2
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
     return kernels, tmp_path / "kernels.zip", tmp_path / "other"
 
@@ -178,6 +191,10 @@ def exported(cache, tmp_path, monkeypatch):
 def test_an_archive_is_imported_with_paths_of_this_cache(exported):
     kernels, file, cache = exported
     assert archive.import_(file) == kernels == archive.import_(file)
+    assert json.loads((cache / KNOWN).read_text())["keys"] == [kernel.key for kernel in kernels]
+    (cache / KNOWN).unlink()
+    changed(file, lambda _, made: made.update(known="../a.json"))
+    assert archive.import_(file) == kernels and not [*cache.parent.glob("*.json"), *cache.glob("*.json")]
     for kernel in kernels:
         group = json.loads((cache / kernel.key / f"__grp__{kernel.name}.json").read_text())["child_paths"]
         assert [*group] == [f"{kernel.name}.cubin", f"{kernel.name}.json"]

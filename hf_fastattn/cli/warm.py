@@ -45,7 +45,10 @@ def warm_(
     recipe = warm.Recipe.of(made, backend, _target(arch, sms))
     print(ahead.warm_up(recipe, counts := tuple(map(int, listed(rows))), tokens))
     if export is not None:
-        number = archive.export(warm.listed(recipe, counts, tokens), export, {"model": model})
+        about = {"model": model, "rows": counts, "tokens": tokens}
+        if (counts, tokens) == (warm.ROWS, warm.LONGEST):
+            about["known"] = ahead.Known(recipe).name
+        number = archive.export(warm.listed(recipe, counts, tokens), export, about)
         print(f"{number} kernels are in {export}, {export.stat().st_size / 2**20:.1f} MiB.")
 
 

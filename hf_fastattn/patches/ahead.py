@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.metadata
 import json
 import sys
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import hf
-from ..kernels.ahead import archive, locks, server
+from ..kernels.ahead import archive, describe, locks, server
 from ..kernels.ahead.describe import Kernel
 from . import warm
 
@@ -35,11 +36,13 @@ class Ahead:
 
     def _run(self) -> None:
         try:
-            known = _Known(self.recipe)
-            if known.are_there():
-                return
-            self.server = server.Server()
-            if self.closed:  # meanwhile
+            known = Known(self.recipe)
+            if not known.are_there():
+                self.server = server.Server()
+            describe.prepare()  # what a launch would do otherwise
+            for name in known.modules:
+                importlib.import_module(name)
+            if self.server is None or self.closed:
                 return
             kernels = warm.listed(self.recipe)
             self.server.run(kernels)
@@ -93,24 +96,38 @@ def _say_once(text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-class _Known:
+_VOLATILE = {
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "_attn_implementation",
+}
+
+
+class Known:
     """A file in Triton's cache with the keys of a recipe's kernels, so that nothing needs to be listed again."""
 
     def __init__(self, recipe: warm.Recipe):
-        triton = importlib.metadata.version("triton")
-        facts = [recipe.cls.__qualname__, recipe.config.to_json_string(), *map(str, recipe[2:]), triton, archive.sources()]
-        self.path = locks.folder() / f"hf_fastattn-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"
+        triton, config = importlib.metadata.version("triton"), recipe.config.to_dict()
+        own = {name: value for name, value in config.items() if name not in _VOLATILE and not name.endswith("token_id")}
+        facts = [recipe.cls.__qualname__, own, *map(str, recipe[2:]), triton, archive.sources()]
+        text = json.dumps(facts, sort_keys=True, default=str)
+        self.name = f"hf_fastattn-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        self.modules: list[str] = []
 
     def are_there(self) -> bool:
-        """Whether it exists and all of these kernels are compiled."""
-        with contextlib.suppress(OSError, ValueError):
-            return all(map(locks.is_there, json.loads(self.path.read_text())))
+        """Whether it exists and all of these kernels are compiled. Then it has their modules."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            held = json.loads((locks.folder() / self.name).read_text())
+            self.modules = [name for name in held["modules"] if name.startswith("hf_fastattn.kernels.")]
+            return all(map(locks.is_there, held["keys"]))
         return False
 
     def note(self, kernels: Sequence[Kernel]) -> None:
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps([kernel.key for kernel in kernels]))
+        archive.note(self.name, kernels)
 
 
 def compile_all(kernels: Sequence[Kernel], show: Callable[[str], None] | None = None) -> str:
@@ -160,5 +177,5 @@ def warm_up(recipe: warm.Recipe, rows: Iterable[int], tokens: int) -> str:
     kernels = warm.listed(recipe, rows, tokens)
     said = compile_all(kernels)
     if (tuple(rows), tokens) == (warm.ROWS, warm.LONGEST):
-        _Known(recipe).note(kernels)
+        Known(recipe).note(kernels)
     return said

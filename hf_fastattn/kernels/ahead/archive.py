@@ -6,12 +6,14 @@ it. The import reads and checks everything before it writes anything.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import warnings
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,19 @@ def versions() -> dict[str, str]:
     return {"triton": triton.__version__, "the build of triton": build, "the kernels of hf_fastattn": sources()}
 
 
+def note(name: str, kernels: Sequence[Kernel]) -> None:
+    """Write the file of this name in Triton's cache, which says that these kernels are those of one model."""
+    with contextlib.suppress(OSError):
+        locks.folder().mkdir(parents=True, exist_ok=True)
+        held = {"keys": [kernel.key for kernel in kernels], "modules": sorted({kernel.module for kernel in kernels})}
+        part = locks.folder() / f"{name}.part{os.getpid()}"
+        part.write_text(json.dumps(held))
+        os.replace(part, locks.folder() / name)
+
+
 def export(kernels: Iterable[Kernel], file: str | os.PathLike[str], about: dict[str, Any]) -> int:
-    """Write these compiled kernels to a file; returns their number. about: further facts, which the manifest shows.
+    """Write these compiled kernels to a file; returns their number. about: further facts, which the manifest shows; of them
+    "known" is the name for `note`, if they are all kernels of a model.
 
     Raises ValueError if one is not compiled.
     """
@@ -76,17 +89,19 @@ def import_(file: str | os.PathLike[str]) -> list[Kernel]:
     Raises ValueError, before it writes anything, for a file of other versions or another architecture, or one that is not as
     export() has written it.
     """
-    kernels, members = _read(file)
+    kernels, members, known = _read(file)
     for kernel in kernels:
         with locks.locked(kernel.key):
             if not locks.is_compiled(kernel.key):
                 own = {f"{kernel.name}.{suffix}": members[f"{kernel.key}/{kernel.name}.{suffix}"] for suffix in SUFFIXES}
                 _write(locks.folder() / kernel.key, own)
+    if known is not None:
+        note(known, kernels)
     return kernels
 
 
-def _read(file: str | os.PathLike[str]) -> tuple[list[Kernel], dict[str, bytes]]:
-    """The kernels of a file and its members, by their names, checked."""
+def _read(file: str | os.PathLike[str]) -> tuple[list[Kernel], dict[str, bytes], str | None]:
+    """The kernels of a file, its members, by their names, and the name for `note`, checked."""
     try:
         with zipfile.ZipFile(file) as opened:
             infos = opened.infolist()
@@ -128,7 +143,8 @@ def _read(file: str | os.PathLike[str]) -> tuple[list[Kernel], dict[str, bytes]]
         whole = False
     if not whole:
         raise ValueError(f"{file} has members that are not the kernels it describes. Do not use it; export it again.")
-    return kernels, data
+    known = str(manifest.get("known"))
+    return kernels, data, known if re.fullmatch(r"hf_fastattn-[0-9a-f]{32}\.json", known) else None
 
 
 def _write(folder: Path, files: dict[str, bytes]) -> None:
