@@ -10,7 +10,7 @@ from .. import hf
 from ..kernels.ahead import archive, locks
 from ..kernels.host import gpu
 from ..patches import ahead, warm
-from .options import MODEL, Backend, Dtype, GgufFile, Traceback, listed
+from .commands import MODEL, Backend, Dtype, GgufFile, Traceback, listed
 
 SMS = {80: 108, 86: 84, 89: 128, 90: 132}  # of the most common GPU of each architecture
 ARCH = "compute capability of the GPU that will run them, 80 or 90; default: that of this machine"

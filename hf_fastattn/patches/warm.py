@@ -140,6 +140,9 @@ def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) ->
                 for count, past, length in itertools.product(counts, depths_of, lengths):
                     if count * length <= most:
                         template.attend(count, past, length)
+                if not (point.past or point.masked) and registry.get(recipe.backend).packed:
+                    for length in prompts:
+                        template.attend(1, 0, length, packed=True)
         windows = [kind.window for kind in hf.layer_kinds(model.config) if kind.window is not None and kind.window < tokens]
         few = [length for length in prompts if length <= 64]  # which fused experts may serve
         points = [_Point(tokens=length, past=0) for length in (*few, *(window + 1 for window in windows))]
@@ -179,8 +182,8 @@ class _Template(NamedTuple):
     captured: bool
     window: int | None
 
-    def attend(self, rows: int, past: int, tokens: int) -> None:
-        """The same call with other numbers of rows and tokens."""
+    def attend(self, rows: int, past: int, tokens: int, packed: bool = False) -> None:
+        """The same call with other numbers of rows and tokens. packed: of prompts that are read as one row."""
         limit, seen = 1 << 62, past
         if self.window is not None:
             limit, seen = self.window - 1 + KEPT + SLACK, min(past, self.window - 1)
@@ -192,6 +195,8 @@ class _Template(NamedTuple):
         if spans is not None:
             words = num_words(kv_len) if spans.shape[3] > WORDS else 0
             spans = spans.new_empty(rows if words else 1, 1, 1, WORDS + words).expand(rows, -1, -1, -1)
+        if packed:
+            spans = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32)
         registry.get(self.backend).attend(q, KV(k, v), self.spec, spans, **self.options)
 
 
