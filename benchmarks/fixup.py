@@ -105,10 +105,9 @@ def fixup_kernel(
     t_stop = t + share + tl.where(index < extra, 1, 0)
 
     GROUP: tl.constexpr = C.GROUP
-    WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
     offs_v = tl.arange(0, C.BLOCK_DV)[None, :]
     rows = tl.arange(0, C.BLOCK_M)
-    q_index, group_head, _exists = packed_rows(rows, q_len, GROUP)
+    q_index, group_head, exists = packed_rows(rows, q_len, GROUP)
 
     while t < t_stop:
         if BLOCK_B > 1:
@@ -142,7 +141,7 @@ def fixup_kernel(
         else:
             begins = tile_start == 0
             slot = 2 * pid + tl.where(begins, 1, 0)
-            store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, q_len * GROUP, C)
+            store_partial(acc, m, l, Workspace, stats_start, slot * C.BLOCK_M + rows, offs_v, exists, C)
             start = before + kv_head * head_tiles - range_index * range_tiles
             first = range_index * range_programs + program_of(start, share, extra)
             last = range_index * range_programs + program_of(start + head_tiles - 1, share, extra)
@@ -158,11 +157,12 @@ def fixup_kernel(
                 if merges:
                     tl.store(Flags + first, 0)
             if merges:
-                for first_row in tl.range(0, WORKSPACE_M, ROWS):
-                    merged, columns, acc_m, m_m, l_m = merge_rows(
-                        Workspace, stats_start, 2 * first + 1, 2 * (first + 1), 2, last - first + 1,
-                        first_row, q_len * GROUP, ROWS, CHUNK, C,
+                for first_row in tl.range(0, q_len * GROUP, ROWS):
+                    columns, acc_m, m_m, l_m = merge_rows(
+                        Workspace, stats_start, (2 * first + 1) * C.BLOCK_M + first_row, C.BLOCK_M, 2 * C.BLOCK_M, 1,
+                        last - first + 1, q_len * GROUP - first_row, ROWS, CHUNK, C,
                     )  # fmt: skip
+                    merged = first_row + tl.arange(0, ROWS)
                     store_packed(acc_m, m_m, l_m, Out, Lse, SinkLogits, row, kv_head, kv_heads, merged, columns, q_len, C)
         t += tile_stop - tile_start
 
@@ -197,12 +197,12 @@ def prepare(tensors, form: Form, spec: Spec, return_lse: bool, fixup: str, confi
     plan = stream_k(asked, config)
     if fixup == STREAM_K:
         return plan
-    (programs, *_), constants = plan.launches.grid, asked.constants(config, packed=True)
+    (programs, *_) = plan.launches.grid
     if programs > MOST_PROGRAMS:
         raise ValueError(f"There are flags for {MOST_PROGRAMS} programs; the launch has {programs}.")
     named = dict(zip(lean_kernel.arg_names[plan.launches.takes :], plan.launches.rest, strict=True))
     del named["team"], named["heads"], named["EARLY"]
-    rows_each = tables.merge_rows(constants.WORKSPACE_M, asked.block_dv)
+    rows_each = min(config.BLOCK_M, 1 << (asked.rows - 1).bit_length(), 16384 // asked.block_dv)
     most = 8 if programs // heads + 2 <= 8 else 128  # partials of a head; two compiled kernels, not one for each number
     one = launch.Launch(
         fixup_kernel,

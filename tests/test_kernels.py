@@ -520,7 +520,7 @@ def test_programs_and_splits_by_the_number_of_heads(h100):
 @pytest.mark.parametrize("case", here(*SCHEDULE_CASES), ids=lambda c: c.id)
 def test_merging_in_several_chunks(kernel, case, device, monkeypatch):
     force_programs(monkeypatch, 19)
-    monkeypatch.setattr(tables, "merge", lambda *args: (2, 1))
+    monkeypatch.setattr(tables, "merge", lambda *args: {"ROWS": 1, "CHUNK": 2, "num_warps": 1})
     check_case(kernel, case, device)
 
 

@@ -30,7 +30,7 @@ from hf_fastattn.kernels.attention.prefill_hopper.merge import merge_shares  # n
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
-from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, segments, with_rows  # noqa: E402
+from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, no_spans, segments, with_rows  # noqa: E402
 from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
@@ -82,7 +82,7 @@ def test_plan_of_intervals(causal, window, kind, q_start, kv_start, kv_len):
     memory = with_rows(ints.view(1, 1, 1, -1), lo[None], hi[None]).flatten().tolist()
     row_bounds, load_spans = _as_python(plan.row_bounds), _as_python(plan.load_spans, memory=memory)
     row_spans = _as_python(plan.row_spans, memory=memory, load_spans=load_spans)
-    spans = row_spans(0, q_len, kv_len, NO_WINDOW, True, True, False)
+    spans = row_spans(0, q_len, kv_len, NO_WINDOW, True, False)
     narrowed = [row_bounds(q_start + m, kv_start, kv_len, window, causal) for m in range(q_len)]
     bounds = [(max(a, int(x)), max(a, x, min(b, int(y)))) for (a, b), x, y in zip(narrowed, lo, hi, strict=True)]
     assert spans[2] == min(kv_len, hi[-1]) and not spans[5]
@@ -156,10 +156,8 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
     bounds = {"row_bounds": python(plan.row_bounds)}
     bounds["block_bounds"] = python(plan.block_bounds, **bounds)
     bounds["narrowed_block"] = python(plan.narrowed_block)
-    used = {
-        name: python(getattr(plan, name), **bounds)
-        for name in ("block_and_share", "block_at", "row_spans", "share_of", "tiles_of")
-    }
+    used = {name: python(getattr(plan, name), **bounds) for name in ("block_and_share", "block_at", "share_of", "tiles_of")}
+    used["row_spans"] = lambda _ptr, q_len, kv_len, window, *_: (kv_len - q_len, 0, kv_len, window, False, False)
     work, rows = python(items.item_of, **used), python(items.heads_and_queries)
     config = replace(hopper.config(64, 64), pack=pack, split=splits > 1)
     num_packs = kv_heads * -(-group // pack)
@@ -172,7 +170,7 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
     slots = []
     for index in range(whole + num_shares):
         (first, kv_head, group_head, row), _, _, _, (_begin, tiles), slot = work(
-            torch.tensor(index), torch.tensor(0), sizes, config, False, False, BLOCK_M
+            torch.tensor(index), torch.tensor(0), sizes, config, False, BLOCK_M
         )
         slots.append(int(slot))
         for wg in range(CONSUMERS):
@@ -205,7 +203,7 @@ def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits
     cut = num_blocks * num_packs * batch - whole
     stats_start = cut * splits * BLOCK_M * head_dim
     workspace = torch.empty(stats_start + cut * splits * BLOCK_M * 2)
-    acc, stats = workspace[:stats_start].view(-1, BLOCK_M, head_dim), workspace[stats_start:].view(-1, 2, BLOCK_M)
+    acc, stats = workspace[:stats_start].view(-1, BLOCK_M, head_dim), workspace[stats_start:].view(-1, BLOCK_M, 2)
     out, lse = checks.empty_outputs(q, head_dim, True)
     out.fill_(torch.nan), lse.fill_(torch.nan)
     want, want_lse = reference.attention(q, KV(k, v), spec, return_lse=True)
@@ -228,21 +226,21 @@ def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits
             m = s.amax(-1)
             p = torch.exp2(s - m[:, None]).nan_to_num(0.0)  # a row may see no key of a share
             acc[share * cut + n, local] = p @ v[row, kv_head, keys]
-            stats[share * cut + n, :, local] = torch.stack((m, p.sum(-1)))
+            stats[share * cut + n, local] = torch.stack((m, p.sum(-1)), -1)
             untouched[row, head, query] = False
-    merge_shares(given, pack, order, splits, BLOCK_M, block_n, stats_start)(out, lse, workspace, q, q)
+    merge_shares(given, pack, order, splits, BLOCK_M, block_n, stats_start)(out, lse, workspace, no_spans(q.device, True), q)
     assert bool(whole) == bool(untouched.any()) and out[untouched].isnan().all() and lse[untouched].isnan().all()
     torch.testing.assert_close(out[~untouched], want[~untouched])
     torch.testing.assert_close(lse[~untouched], want_lse[~untouched])
 
 
 def test_heads_share_a_block_where_it_leaves_fewer_rows_empty():
-    """And where queries have intervals, unless that leaves more rows empty."""
-    assert [pack_of(q_len, 4) for q_len in (17, 64, 65, 128, 200, 256, 300, 512)] == [4, 2, 4, 1, 4, 1, 4, 1]
-    assert [pack_of(q_len, 1) for q_len in (1, 100, 1000)] == [1, 1, 1]
-    assert pack_of(33, 7) == 8 and pack_of(1, 71) == 64 and pack_of(65, 71) == 8
-    assert [pack_of(4096, group, rows=True) for group in (1, 2, 3, 4, 6, 8, 71)] == [1, 2, 1, 4, 2, 8, 1]
-    assert pack_of(64, 4, rows=True) == 4 and pack_of(33, 7, rows=True) == 8
+    assert {group: {pack_of(q_len, group) for q_len in range(1, 600)} for group in (1, 2, 4, 6, 8, 12, 128)} == {
+        1: {1}, 2: {2}, 4: {4}, 6: {2}, 8: {8}, 12: {4}, 128: {64}
+    }  # fmt: skip
+    assert [pack_of(q_len, 7) for q_len in (17, 33, 64, 4096)] == [8, 8, 8, 1] and pack_of(4096, 3) == pack_of(4096, 71) == 1
+    assert pack_of(1, 71) == pack_of(65, 71) == 8
+    assert {pack_of(q_len, 4, words=True) for q_len in range(1, 600)} == {1, 4} and pack_of(1024, 4, words=True) == 1
 
 
 def intervals(kind, batch, q_len, q_start, kv_len):
@@ -267,8 +265,8 @@ def _compile(head_dim, dtype="bf16", value_dim=None, config=None, **flags):
 
     value_dim = head_dim if value_dim is None else value_dim
     config = hopper.config(head_dim, value_dim) if config is None else config
-    constants = dict(C=config, HAS_SPANS=False, HAS_WORDS=False, IS_CAUSAL=True)
-    constants |= dict(HAS_SOFTCAP=False, HAS_SINK_LOGITS=False, WRITE_LSE=False) | flags
+    constants = dict(C=config, HAS_WORDS=False, IS_CAUSAL=False, HAS_SOFTCAP=False, HAS_SINK_LOGITS=False)
+    constants |= dict(WRITE_LSE=False) | flags
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
 
     def descriptor(*box):
@@ -307,12 +305,12 @@ def _tile_loops(sass):
     return [loop for loop in loops if sum("BAR.ARV" in line for line in loop) == 1 and any("HGMMA" in line for line in loop)]
 
 
-SHARES = {"HAS_SPANS": True, "HAS_SINK_LOGITS": True, "WRITE_LSE": True}
+SHARES = {"HAS_WORDS": True, "HAS_SINK_LOGITS": True, "WRITE_LSE": True}
 COMPILED = [  # widths of heads, changes to the configuration, flags
     *((d, dv, {}, {}) for d, dv in (*((d, d) for d in (*WHOLE, 40, 80, 96, 112, 192, 224)), (192, 128), (64, 256))),
     *((d, d, {"split": True, "pack": n}, SHARES) for d, n in ((64, 8), (96, 1), (128, 1), (128, 4), (256, 64))),
     *(
-        (d, d, {"rows": True, "pack": n, "exp2_on_fma": 0}, {"HAS_SPANS": True, "WRITE_LSE": True})  # intervals
+        (d, d, {"rows": True, "pack": n, "exp2_on_fma": 0}, {"WRITE_LSE": True})  # intervals
         for d, n in ((128, 4), (256, 2))
     ),
 ]

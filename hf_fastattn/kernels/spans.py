@@ -25,6 +25,8 @@ integers are built and read on the device, so lengths may change between replays
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from .host import gpu
@@ -32,6 +34,7 @@ from .host import gpu
 Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
 CAUSAL, HOLES, ROWS = 1, 2, 4
 NO_WINDOW = 1 << 30
+AT_END = -(1 << 31)  # as Q_START of `no_spans`: queries end with the keys, whose number the launch has
 
 
 def num_words(kv_len: int) -> int:
@@ -42,6 +45,23 @@ def num_words(kv_len: int) -> int:
 def width_of(window: int | None) -> int:
     """A window as the kernels compare it with distances: at most NO_WINDOW, which is no limit, as None is."""
     return NO_WINDOW if window is None else min(window, NO_WINDOW)
+
+
+@lru_cache(64)
+def no_spans(device: torch.device, causal: bool, q_start: int = AT_END) -> torch.Tensor:
+    """What a launch without spans takes in their place, (1, 1, 1, 6): the queries are at the end of the keys, at q_start."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "The first launch without spans must not be captured into a CUDA graph, as they are written outside of it. Run the "
+            "model once with inputs of these shapes before capturing it."
+        )
+    ints = [q_start, 0, NO_WINDOW, NO_WINDOW, CAUSAL if causal else 0, 0]
+    return torch.tensor(ints, dtype=torch.int32, device=device).view(1, 1, 1, WORDS)
+
+
+def has_words(spans: torch.Tensor | None) -> bool:
+    """Whether these spans have a key mask."""
+    return spans is not None and not has_rows(spans) and spans.shape[3] > WORDS
 
 
 def has_rows(spans: torch.Tensor | None) -> bool:
@@ -72,7 +92,7 @@ def build_spans(
         raise ValueError(f"attention_mask must be bool of shape ({batch}, positions seen); got {mask.dtype} {tuple(mask.shape)}.")
     make = _build_spans_torch
     if gpu.on_gpu(torch.device(device)):
-        from .decode.build_spans import run as make  # type: ignore[assignment]
+        from .decode.build_spans import run as make
     return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask).expand(batch, -1, -1, -1)
 
 

@@ -17,12 +17,15 @@ Sources: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mech
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from ..decode.rotate import rotate
 from ..device.attend import attend
+from ..device.constants import Output
 from ..device.merge import merge_rows, store_packed, store_partial
 from ..device.tile import aligned_strides, head_of
 from ..device.visibility import key_bounds, packed_rows
@@ -32,6 +35,8 @@ from ..spec import KV, Form, Spec
 from .plan import Call, Plan
 from .schedule import assign_tiles, choose, program_of, queries_of, seen_keys, team_size, tiles_of, visible_keys
 from .split_kv import fixed_splits
+
+BLOCKS_B = 8, 64  # of a batch with rows of several lengths
 
 
 @triton.jit(
@@ -48,7 +53,7 @@ def lean_kernel(
     Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
     Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
     Workspace,  # (floats,), fp32: `device.merge.store_partial`, written
-    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_sb, batch, team,
     heads, kv_heads, q_len, kv_len, window, num_sms, stats_start, scale_log2, cap_log2,
@@ -97,7 +102,7 @@ def lean_kernel(
             first, last = queries_of(block, q_len, C)
         local = tl.arange(0, BLOCK_M)
         rows = block * BLOCK_M + local
-        q_index, group_head, _exists = packed_rows(rows, q_len, GROUP)
+        q_index, group_head, exists = packed_rows(rows, q_len, GROUP)
         bounds, sink_bounds = key_bounds(span_ptr, q_index, first, last, q_len, kv_len, window, C)
         sink_lo, sink_hi, first_position = sink_bounds
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
@@ -127,7 +132,7 @@ def lean_kernel(
         else:
             # At most two heads of a program are shared: one that an earlier program began, and one that later programs continue.
             slot = 2 * pid + tl.where(tile_start == 0, 1, 0)
-            store_partial(acc, m, l, Workspace, stats_start, slot, local, offs_v, q_len * GROUP - block * BLOCK_M, C)
+            store_partial(acc, m, l, Workspace, stats_start, slot * BLOCK_M + local, offs_v, exists, C)
         t += tile_stop - tile_start
 
 
@@ -140,19 +145,16 @@ def lean_merge_kernel(
     Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
     Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
     Workspace,  # (floats,), fp32: `device.merge.store_partial`
-    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_sb, batch, team, heads, kv_heads, q_len, kv_len, window, num_sms, stats_start, programs,
-    BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each ROWS packed rows: merges their partials in order, if several programs computed them."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
-    BLOCK_M: tl.constexpr = C.BLOCK_M
-    teams, head, block, member, members = programs, kv_head, 0, 0, 1
-    if not C.FEW_ROWS:
-        block, members = first_row // BLOCK_M, team
-        teams, head, member = programs // team, kv_head * (heads // kv_heads) + block // team, block % team
+    num_rows, block = q_len * C.GROUP, first_row // BLOCK_M
+    teams, head, member = programs // team, kv_head * (heads // kv_heads) + block // team, block % team
     # The spans may be read before the wait: every program of lean_kernel has waited for what wrote them.
     head_tiles, row_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
         Spans, stride_sb, batch, heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
@@ -172,12 +174,12 @@ def lean_merge_kernel(
     let_next_begin(EARLY)
     if first == last:
         return
-    rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, 2 * (first * members + member) + 1, 2 * ((first + 1) * members + member), 2 * members,
-        last - first + 1,
-        first_row - block * BLOCK_M, q_len * C.GROUP - block * BLOCK_M, ROWS, CHUNK, C,
+    begin = (2 * (first * team + member) + 1) * BLOCK_M + first_row % BLOCK_M
+    offs_v, acc, m, l = merge_rows(
+        Workspace, stats_start, begin, (2 * team - 1) * BLOCK_M, 2 * team * BLOCK_M, 1, last - first + 1,
+        num_rows - first_row, ROWS, CHUNK, C,
     )  # fmt: skip
-    rows += block * BLOCK_M
+    rows = first_row + tl.arange(0, ROWS)
     store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v, q_len, C)
 
 
@@ -224,15 +226,10 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
     heads = call.batch * call.num_kv_heads * groups
     teams = min(max_programs // team, heads * triton.cdiv(kv_len, config.BLOCK_N))
     programs = teams * team
-    constants = call.constants(config, packed=True)
-    workspace_m = constants.WORKSPACE_M
-    if blocks > 1:  # enough programs in the merge to fill the GPU a few times
-        rows_each = min(16, 1 << (call.rows * call.batch * call.num_kv_heads // (8 * sms)).bit_length())
-    else:  # with many heads each has few partials, and one program merges all its rows
-        rows_each = tables.merge_rows(workspace_m, call.block_dv) if heads > programs else 1
+    few, places = blocks == 1, 2 * programs * config.BLOCK_M
     partials = min(max_programs // team // heads + 2, triton.cdiv(kv_len, config.BLOCK_N))
-    chunk, merge_warps = tables.merge(rows_each, call.block_dv, partials)
-    overlap, arguments = early(device), call.arguments()
+    merge_form = tables.merge(device, call.block_dv, call.rows * call.batch * call.num_kv_heads, partials)
+    arguments = call.arguments()
     schedule = {
         **{name: arguments[name] for name in ("stride_sb", "q_len", "kv_len", "window")},
         "batch": call.batch,
@@ -240,22 +237,27 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
         "heads": call.num_kv_heads * groups,
         "kv_heads": call.num_kv_heads,
         "num_sms": max(1, sms // team),
-        "stats_start": 2 * programs * workspace_m * call.block_dv,
-        "BLOCK_B": 1 if call.uniform else triton.next_power_of_2(call.batch),
+        "stats_start": places * call.block_dv,
+        "BLOCK_B": 1 if call.uniform else next((b for b in BLOCKS_B if b >= call.batch), triton.next_power_of_2(call.batch)),
         "MIN_TILES": config.MIN_TILES,
-        "C": constants,
-        **overlap,
+        **early(device),
     }
     merge = launch.Launch(
         lean_merge_kernel,
-        (triton.cdiv(call.rows, rows_each), call.num_kv_heads, call.batch),
+        (triton.cdiv(call.rows, merge_form["ROWS"]), call.num_kv_heads, call.batch),
         **schedule,
+        **merge_form,
         programs=programs,
-        ROWS=rows_each,
-        CHUNK=chunk,
-        num_warps=merge_warps,
+        BLOCK_M=config.BLOCK_M,
+        C=Output(**call.output(config.BLOCK_N)),
     )
     launches = launch.Launch(
-        lean_kernel, (programs,), merge, **arguments | schedule, num_warps=config.num_warps, num_stages=config.num_stages
+        lean_kernel,
+        (programs,),
+        merge,
+        **arguments | schedule,
+        C=replace(call.constants(config, packed=True), FEW_ROWS=few, FULL_TAIL=few),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
-    return Plan(launches, 2 * programs * workspace_m * (call.block_dv + 2), call.value_dim)
+    return Plan(launches, places * (call.block_dv + 2), call.value_dim)

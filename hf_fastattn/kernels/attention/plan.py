@@ -13,7 +13,7 @@ from ..device.tile import load_plain
 from ..dropout import keep_scale, threshold
 from ..host import launch, tables
 from ..host.overlap import early
-from ..spans import has_rows, width_of
+from ..spans import has_rows, has_words, no_spans, width_of
 from ..spec import KV, Form, Spec
 
 
@@ -97,6 +97,11 @@ class Call:
         return width_of(self.spec.window)
 
     @property
+    def is_causal(self) -> bool:
+        """Whether rows are causal whatever the given spans say; without spans, `no_spans` says it."""
+        return self.spec.causal and self.spans is not None
+
+    @property
     def width(self) -> int:
         """The larger head_dim, which determines the tile sizes."""
         return max(self.head_dim, self.value_dim)
@@ -105,37 +110,35 @@ class Call:
     def block_dv(self) -> int:
         return tables.block_d(self.value_dim)
 
-    @property
-    def workspace_m(self) -> int:
-        """Packed rows, rounded up to a power of two."""
-        return 1 << (self.rows - 1).bit_length()
+    def output(self, BLOCK_N: int = 0) -> dict[str, Any]:
+        """The fields of `Output`."""
+        return {
+            "GROUP": self.group,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_DV": self.block_dv,
+            "BLOCK_N": BLOCK_N,
+            "HAS_SINK_LOGITS": self.tensors[-2] is not None,
+            "WRITE_LSE": self.return_lse,
+            "SINKS": self.spec.sinks,
+            "IS_CAUSAL": self.is_causal,
+        }
 
     def constants(self, config: tables.Config, packed: bool, *others: torch.Tensor) -> Constants:
         """The constants of a kernel. packed: the query heads of a KV head share a block. With few rows, a packed kernel itself
         re-rotates the queries that score the sinks. others: besides K and V, tensors of which tiles are loaded in a loop."""
-        _, k, v, _, _, _, spans, sink_logits, inv_freq = self.tensors
+        _, k, v, _, _, _, spans, _, inv_freq = self.tensors
         pairs = inv_freq.shape[0] if packed and inv_freq is not None and not self.many_rows else 0
         return Constants(
-            GROUP=self.group,
+            **self.output(config.BLOCK_N),
             HEAD_DIM=self.head_dim,
-            VALUE_DIM=self.value_dim,
             BLOCK_M=config.BLOCK_M,
-            BLOCK_N=config.BLOCK_N,
             BLOCK_D=tables.part_d(self.head_dim),
-            BLOCK_DV=self.block_dv,
-            HAS_SPANS=spans is not None,
-            IS_CAUSAL=self.spec.causal,
+            HAS_WORDS=packed or has_words(spans),
             HAS_SOFTCAP=self.spec.softcap is not None,
-            HAS_SINK_LOGITS=sink_logits is not None,
-            WRITE_LSE=self.return_lse,
             IEEE=self.q.dtype == torch.float32,
-            SINKS=self.spec.sinks,
             PAIRS=pairs,
             INTERLEAVED=pairs > 0 and self.spec.interleaved,
-            WORKSPACE_M=min(self.workspace_m, config.BLOCK_M) if packed else 0,
             ONE_QUERY=pairs > 0 and self.q_len == 1,
-            FEW_ROWS=packed and self.rows <= config.BLOCK_M,
-            FULL_TAIL=packed and self.rows <= config.BLOCK_M,
             ROWS=has_rows(spans),
             DROPOUT=self.spec.dropout > 0.0,
             ALIGN=tables.alignment(k, v, *others),
@@ -183,7 +186,7 @@ class Plan(NamedTuple):
         sink_query: the queries that score sinks, or the frequencies with which the kernel re-rotates them.
         """
         out, lse = checks.empty_outputs(q, self.value_dim, return_lse)
-        workspace = torch.empty(self.workspace_size, device=q.device, dtype=torch.float32) if self.workspace_size else None
+        workspace = torch.empty(self.workspace_size, device=q.device, dtype=torch.float32)
         self.launches(
             q,
             *kv.tensors,
@@ -191,7 +194,7 @@ class Plan(NamedTuple):
             out,
             lse,
             workspace,
-            q if spans is None else spans,
+            no_spans(q.device, spec.causal) if spans is None else spans,
             q if sink_logits is None else sink_logits,
         )
         return (out, lse) if return_lse else out

@@ -26,6 +26,7 @@ from ..device.online import finalize
 from ..device.tile import aligned_strides, head_of
 from ..device.visibility import key_bounds
 from ..host import launch, tables
+from ..spans import no_spans
 from ..spec import KV, Form, Spec
 from .plan import Call
 
@@ -40,7 +41,7 @@ def prefill_kernel(
     Pages,  # of FORM, or None
     Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
     Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
-    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    Spans,  # (batch, 1, 1 or 2, integers), int32
     QSinks,  # (batch, num_heads, q_len, head_dim) with Q's strides: Q re-rotated for sinks; None without sinks
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     Seed,  # (1,), int64; None without dropout
@@ -113,7 +114,7 @@ def prefill(
         *kv.tensors,
         out,
         lse,
-        q if spans is None else spans,
+        no_spans(q.device, spec.causal) if spans is None else spans,
         q_sinks if spec.sinks else None,
         q if sink_logits is None else sink_logits,
         seed,

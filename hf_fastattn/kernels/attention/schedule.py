@@ -44,9 +44,7 @@ def seen_keys(
 ):  # fmt: skip
     """The keys [lo, hi) that queries first..last of a row see, without sinks, for one row or a tensor of rows."""
     # Merges read spans before their wait, so past the L1 cache (see `overlap`).
-    q_start, kv_start, kv_stop, window, causal, _ = load_spans(
-        span_ptrs, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL, PAST_L1=True
-    )
+    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, C.IS_CAUSAL, PAST_L1=True)
     lo, hi, _, _ = block_bounds(q_start + first, q_start + last, kv_start + C.SINKS, kv_stop, window, causal)
     return lo, hi
 
@@ -166,19 +164,21 @@ def team_size(blocks: int, rows: int, programs: int) -> tuple[int, float]:
 
 
 @cache
-def pack_of(q_len: int, group: int, rows: bool = False) -> int:
-    """How many heads of a KV head share a block of the Hopper kernel: the power of two with the fewest empty rows.
+def pack_of(q_len: int, group: int, words: bool = False) -> int:
+    """How many heads of a KV head share a block of the Hopper kernel: the largest power of two with the fewest empty rows.
 
-    rows: whether each query has an interval. Of several such powers the largest is then taken: a block of fewer queries visits
-    fewer keys that some of them do not see.
+    A pack of one head has no empty head, but more empty rows if there are few queries. Where heads fill packs of several, these
+    are best for any number of queries, which then selects no kernel: a block of fewer queries visits fewer keys that some of them
+    do not see. With a key mask (`words`) packs of one head are faster.
     """
+    most = min(1 << (group - 1).bit_length(), ROWS // 2)
+    pack = min((1 << i for i in range(most.bit_length() - 1, 0, -1)), key=lambda heads: -group % heads, default=1)
 
     def cost(pack: int) -> float:
         halves = triton.cdiv(q_len * pack, ROWS // 2)
         return float(triton.cdiv(group, pack) * (halves // 2 + HALF * (halves % 2)))
 
-    packs = [1 << i for i in range((min(group, ROWS // 2) - 1).bit_length() + 1)]
-    return min(reversed(packs) if rows else packs, key=cost)
+    return pack if group % pack == 0 and not words else min(1, pack, key=cost)
 
 
 def splits_of(q: torch.Tensor, kv: KV, spec: Spec, pack: int, columns: int) -> tuple[int, int]:

@@ -22,17 +22,18 @@ import triton.language as tl
 
 from .. import checks
 from ..device.attend import attend
+from ..device.constants import Output
 from ..device.merge import merge_rows, store_packed, store_partial
 from ..device.tile import aligned_strides, head_of
 from ..device.visibility import key_bounds, packed_rows
-from ..host import gpu, launch, tables
+from ..host import launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, Form, Spec
 from .plan import Call, Plan
 from .schedule import queries_of, visible_keys
 
 
-@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "stats_start"])
+@triton.jit(do_not_specialize=["stride_sb", "q_len", "kv_len", "window", "splits", "stats_start"])
 def split_kv_kernel(
     Q,  # (batch, num_heads, q_len, head_dim)
     K,  # (batch, num_kv_heads, kv_len, head_dim), or as FORM stores it
@@ -41,37 +42,34 @@ def split_kv_kernel(
     Centre,  # of FORM, or None
     Pages,  # of FORM, or None
     SinkQuery,  # (batch, num_heads, q_len, head_dim), for sinks; with PAIRS the frequencies, (PAIRS,), fp32; or None
-    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written without COMBINE
-    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE, without COMBINE
-    Workspace,  # (floats,), fp32: `device.merge.store_partial`, written with COMBINE
-    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    Out,  # (batch, q_len, num_heads, value_dim), contiguous, written with one split
+    Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE and one split
+    Workspace,  # (floats,), fp32: `device.merge.store_partial`, written with several splits
+    Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_sb, q_len, kv_len,
-    window, stats_start, scale_log2, cap_log2,
-    C: tl.constexpr, FORM: tl.constexpr, COMBINE: tl.constexpr, EARLY: tl.constexpr,
+    window, splits, stats_start, scale_log2, cap_log2,
+    C: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per split, block of rows and batch row."""
-    split, splits = tl.program_id(0), tl.num_programs(0)
+    split, block = tl.program_id(0), 0
+    if tl.num_programs(0) > splits:  # mostly not, and the division delays the first loads
+        block = split // splits
+        split -= block * splits
     GROUP: tl.constexpr = C.GROUP
     BLOCK_M: tl.constexpr = C.BLOCK_M
-    kv_heads, block, queries = tl.num_programs(1), 0, (0, q_len - 1)
+    kv_heads = tl.num_programs(1)
     kv_head = tl.program_id(1).to(tl.int64)
-    if not C.FEW_ROWS:
-        blocks = tl.cdiv(q_len * GROUP, BLOCK_M)
-        kv_heads //= blocks
-        block = tl.program_id(1) % blocks
-        kv_head //= blocks
-        queries = queries_of(block, q_len, C)
+    queries = queries_of(block, q_len, C)
     row = tl.program_id(2).to(tl.int64)
 
     last_position = C.SINKS + window - 1
     span_ptr = Spans + row * stride_sb
     wait_for_inputs(EARLY)
-    if COMBINE:
+    if splits > 1:
         let_next_begin(EARLY)
-    local = tl.arange(0, BLOCK_M)
-    rows = block * BLOCK_M + local
-    q_index, group_head, _ = packed_rows(rows, q_len, GROUP)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_index, group_head, exists = packed_rows(rows, q_len, GROUP)
     bounds, sink_bounds = key_bounds(span_ptr, q_index, queries[0], queries[1], q_len, kv_len, window, C)
     sink_lo, sink_hi, first_position = sink_bounds
     positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
@@ -89,9 +87,9 @@ def split_kv_kernel(
         kv, span_ptr, bounds, (tile_start, tile_stop), (scale_log2, cap_log2),
         (SinkQuery, sink_lo, sink_hi, split == 0, positions, last_position), C, FORM,
     )  # fmt: skip
-    if COMBINE:
-        slot = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * splits + split
-        store_partial(acc, m, l, Workspace, stats_start, slot, local, offs_v[None, :], q_len * GROUP - block * BLOCK_M, C)
+    if splits > 1:
+        partials = ((tl.program_id(2) * kv_heads + tl.program_id(1)) * q_len * GROUP + rows) * splits + split
+        store_partial(acc, m, l, Workspace, stats_start, partials, offs_v[None, :], exists, C)
     else:
         store_packed(acc, m, l, Out, Lse, SinkLogits, row, kv_head, kv_heads, rows, offs_v[None, :], q_len, C)
 
@@ -109,18 +107,11 @@ def combine_kernel(
     """One program for each ROWS packed rows: merges their splits in order."""
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
-    BLOCK_M: tl.constexpr = C.BLOCK_M
     kv_head, kv_heads, first_row = tl.program_id(1), tl.num_programs(1), tl.program_id(0) * ROWS
-    slot, block = tl.program_id(2) * kv_heads + kv_head, 0
-    if not C.FEW_ROWS:
-        block = first_row // BLOCK_M
-        slot = slot * tl.cdiv(q_len * C.GROUP, BLOCK_M) + block
-    slot *= splits
-    before = block * BLOCK_M
-    rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, slot, slot + 1, 1, splits, first_row - before, q_len * C.GROUP - before, ROWS, CHUNK, C
-    )
-    rows += before
+    num_rows = q_len * C.GROUP
+    first = ((tl.program_id(2) * kv_heads + kv_head) * num_rows + first_row) * splits
+    offs_v, acc, m, l = merge_rows(Workspace, stats_start, first, 1, 1, splits, splits, num_rows - first_row, ROWS, CHUNK, C)
+    rows = first_row + tl.arange(0, ROWS)
     store_packed(acc, m, l, Out, Lse, SinkLogits, tl.program_id(2), kv_head, kv_heads, rows, offs_v, q_len, C)
 
 
@@ -160,40 +151,31 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     """The launches of a call. splits: their number; None: as many as fill the GPU."""
     device, blocks = call.q.device, triton.cdiv(call.rows, config.BLOCK_M)
     heads = call.batch * call.num_kv_heads * blocks
-    # Enough programs in the merge to fill the GPU a few times. With a number of splits, bits must not depend on the batch.
-    rows = call.batch * call.num_kv_heads * call.rows
-    rows_each = 1 if splits else min(16, 1 << (rows // (8 * gpu.num_sms(device))).bit_length())
-    keys = visible_keys(call.kv_len, call.q_len, call.spec)
-    # Whether there is a merge does not depend on the splits of this length, because the compilation of attention depends on it.
-    combine = (splits or tables.most_splits(device, config, heads, keys)) > 1
-    splits = splits or tables.num_splits(device, config, heads, keys)
-    slots = heads * splits
-    overlap = early(device)
-    constants = replace(call.constants(config, packed=True), FULL_TAIL=True)
-    acc_size = slots * constants.WORKSPACE_M * call.block_dv
-    common = {"stats_start": acc_size, "C": constants, **overlap}
+    # With a number of splits, bits must not depend on the batch.
+    rows = 0 if splits else call.batch * call.num_kv_heads * call.rows
+    splits = splits or tables.num_splits(device, config, heads, visible_keys(call.kv_len, call.q_len, call.spec))
+    merge_form = tables.merge(device, call.block_dv, rows, splits)
+    acc_size = call.batch * call.num_heads * call.q_len * splits * call.block_dv if splits > 1 else 0
+    common = {"splits": splits, "stats_start": acc_size, **early(device)}
     merge = None
-    if combine:
-        chunk, num_warps = tables.merge(rows_each, call.block_dv, splits)
+    if splits > 1:
         merge = launch.Launch(
             combine_kernel,
-            (triton.cdiv(call.rows, rows_each), call.num_kv_heads, call.batch),
+            (triton.cdiv(call.rows, merge_form["ROWS"]), call.num_kv_heads, call.batch),
             **common,
+            **merge_form,
             q_len=call.q_len,
-            splits=splits,
-            ROWS=rows_each,
-            CHUNK=chunk,
-            num_warps=num_warps,
+            C=Output(**call.output()),
         )
     launches = launch.Launch(
         split_kv_kernel,
-        (splits, call.num_kv_heads * blocks, call.batch),
+        (splits * blocks, call.num_kv_heads, call.batch),
         merge,
         **call.arguments(),
         **common,
-        COMBINE=combine,
+        C=replace(call.constants(config, packed=True), FULL_TAIL=True),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **call.registers(config),
     )
-    return Plan(launches, 0 if merge is None else acc_size + slots * constants.WORKSPACE_M * 2, call.value_dim)
+    return Plan(launches, acc_size // call.block_dv * (call.block_dv + 2), call.value_dim)

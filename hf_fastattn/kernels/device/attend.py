@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from ..spans import DROPPED
 from .dropout import aligned, kept
 from .online import masked_step, scores_of, softmax_step
 from .rerotate import partners, rerotate
@@ -46,7 +45,6 @@ def _attend(
     FORM: tl.constexpr,
     dropout=None,
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
-    DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
     """`attend` for heads whose tile of K is loaded at once.
 
@@ -87,8 +85,6 @@ def _attend(
             partner, pair, is_first = partners(offs_d, PAIRS, C.INTERLEAVED)
             rotated = offs_d < tl.where(sinks_stop > sink_lo, 2 * PAIRS, 0)
             inv_freq = tl.load(SinkQuery + pair, mask=rotated, other=0.0)
-            if C.HAS_SPANS:
-                positions += tl.load(span_ptr + DROPPED)
         else:
             q_sinks_ptrs = SinkQuery + q_rows[:, None] + offs_d[None, :]
             if BLOCK_M == 16:

@@ -41,67 +41,64 @@ def store_packed(
 
 
 @triton.jit
-def store_partial(acc, m, l, Workspace, stats_start, slot, rows, offs_v, num_rows, C: tl.constexpr):
-    """Write a partial result of packed rows to slot `slot` of the workspace, in fp32: acc to (slots, WORKSPACE_M, BLOCK_DV) at
-    its beginning, m and l to (slots, 2, WORKSPACE_M) at stats_start."""
-    WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
-    BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    row_mask = rows < num_rows
-    Stats = Workspace + stats_start
-    acc_ptrs = Workspace + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_DV + offs_v
-    tl.store(acc_ptrs, acc, mask=row_mask[:, None])
-    tl.store(Stats + slot * 2 * WORKSPACE_M + rows, m, mask=row_mask)
-    tl.store(Stats + (slot * 2 + 1) * WORKSPACE_M + rows, l, mask=row_mask)
+def store_partial(acc, m, l, Workspace, stats_start, partials, offs_v, row_mask, C: tl.constexpr):
+    """Write partial results of rows to the places `partials` of the workspace, in fp32: acc to (places, BLOCK_DV) at its
+    beginning, m and l to (places, 2) at stats_start."""
+    tl.store(Workspace + partials.to(tl.int64)[:, None] * C.BLOCK_DV + offs_v, acc, mask=row_mask[:, None])
+    stat_ptrs = Workspace + stats_start + 2 * partials
+    tl.store(stat_ptrs, m, mask=row_mask)
+    tl.store(stat_ptrs + 1, l, mask=row_mask)
 
 
 @triton.jit
 def merge_rows(
-    Workspace, stats_start, first_slot, next_slot, step, count, first_row, num_rows,
+    Workspace, stats_start, first, following, step, row_step, count, num_rows,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Merge `count` partial results of packed rows in a fixed order: slots first_slot, next_slot, next_slot + step, ...
+    """Merge `count` partial results of each of ROWS rows in a fixed order.
 
-    CHUNK of them are loaded at once, so that their loads overlap. Returns (rows [ROWS], columns [1, BLOCK_DV], acc, m, l).
+    Those of the first row are at the places first, first + following, first + following + step, ..., and those of the next row
+    are row_step further. Rows from num_rows on are not read. CHUNK results are loaded at once, so that their loads overlap.
+    Returns (columns [1, BLOCK_DV], acc, m, l).
     """
-    WORKSPACE_M: tl.constexpr = C.WORKSPACE_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    Stats = Workspace + stats_start
+    # Offsets from the first place have 32 bits.
+    Stats = Workspace + stats_start + 2 * first
+    Sums = Workspace + first.to(tl.int64) * BLOCK_DV
     offs_c = tl.arange(0, CHUNK)
     offs_v = tl.arange(0, BLOCK_DV)
-    rows = first_row + tl.arange(0, ROWS)
+    rows = tl.arange(0, ROWS)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for start in tl.range(0, count, CHUNK):
         # All loads come first: the maximum and the sum over partial results have barriers, which loads do not pass.
         i = start + offs_c
-        slots = tl.where(i == 0, first_slot, next_slot + (i - 1) * step)
+        places = tl.where(i == 0, 0, following + (i - 1) * step)
         if ROWS == 1:  # the warps share the partial results
-            stat_ptrs = Stats + slots * 2 * WORKSPACE_M + first_row
-            acc_ptrs = Workspace + (slots.to(tl.int64) * WORKSPACE_M + first_row)[:, None] * BLOCK_DV + offs_v[None, :]
             mask = (i < count) & (rows < num_rows)
-            m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
-            l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
-            acc_i = tl.load(acc_ptrs, mask=mask[:, None], other=0.0)
+            m_i = tl.load(Stats + 2 * places, mask=mask, other=float("-inf"))
+            l_i = tl.load(Stats + 2 * places + 1, mask=mask, other=0.0)
+            acc_i = tl.load(Sums + places[:, None] * BLOCK_DV + offs_v[None, :], mask=mask[:, None], other=0.0)
             m_new = tl.maximum(m, tl.max(m_i, 0))
             m_safe = safe(m_new)
             alpha, beta = tl.exp2(m - m_safe), tl.exp2(m_i - tl.max(m_safe, 0))
             l = l * alpha + tl.sum(l_i * beta, 0)
             acc = acc * alpha[:, None] + tl.sum(acc_i * beta[:, None], 0)[None, :]
         else:  # the warps share the rows: one tile for each partial result, because a tile of all has another layout
-            stat_ptrs = Stats + (slots * 2 * WORKSPACE_M)[None, :] + rows[:, None]
+            stat_ptrs = Stats + 2 * (places[None, :] + (rows * row_step)[:, None])
             mask = (rows < num_rows)[:, None] & (i < count)[None, :]
             m_i = tl.load(stat_ptrs, mask=mask, other=float("-inf"))
-            l_i = tl.load(stat_ptrs + WORKSPACE_M, mask=mask, other=0.0)
+            l_i = tl.load(stat_ptrs + 1, mask=mask, other=0.0)
             tiles = ()
             for c in tl.static_range(CHUNK):
-                slot = tl.where(start + c == 0, first_slot, next_slot + (start + c - 1) * step)
-                ptrs = Workspace + (slot.to(tl.int64) * WORKSPACE_M + rows)[:, None] * BLOCK_DV + offs_v[None, :]
+                own = tl.where(start + c == 0, 0, following + (start + c - 1) * step) + rows * row_step
                 seen = (rows < num_rows) & (rows * 0 + start + c < count)
-                own_m = tl.load(Stats + slot * 2 * WORKSPACE_M + rows, mask=seen, other=float("-inf"))
-                tiles += ((tl.load(ptrs, mask=seen[:, None], other=0.0), own_m),)  # type: ignore[assignment]
+                own_m = tl.load(Stats + 2 * own, mask=seen, other=float("-inf"))
+                own_acc = tl.load(Sums + own[:, None] * BLOCK_DV + offs_v[None, :], mask=seen[:, None], other=0.0)
+                tiles += ((own_acc, own_m),)  # type: ignore[assignment]
             m_new = tl.maximum(m, tl.max(m_i, 1))
             m_safe = safe(m_new)
             alpha = tl.exp2(m - m_safe)
@@ -110,4 +107,4 @@ def merge_rows(
             for c in tl.static_range(CHUNK):
                 acc += tiles[c][0] * tl.exp2(tiles[c][1] - m_safe)[:, None]
         m = m_new
-    return rows, offs_v[None, :], acc, m, l
+    return offs_v[None, :], acc, m, l

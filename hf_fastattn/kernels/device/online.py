@@ -95,7 +95,7 @@ def masked_step(
 ):  # fmt: skip
     """(acc, m, l) after scores s and values v of the slots `offs_slot`; each row sees those in [row_lo, row_hi)."""
     visible = (offs_slot[None, :] >= row_lo[:, None]) & (offs_slot[None, :] < row_hi[:, None])
-    if C.HAS_SPANS:
+    if C.HAS_WORDS:
         words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
         visible = visible & (((words >> (offs_slot & 31)) & 1) != 0)[None, :]
     s = tl.where(visible, s, float("-inf"))

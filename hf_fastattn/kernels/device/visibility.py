@@ -8,7 +8,7 @@ row. No bound decreases from one query to the next, so the queries that see a ke
 import triton
 import triton.language as tl
 
-from ..spans import CAUSAL, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
+from ..spans import AT_END, CAUSAL, DROPPED, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
 
 STEPS = 512  # numbers that a search compares at once
 
@@ -16,7 +16,6 @@ STEPS = 512  # numbers that a search compares at once
 @triton.jit
 def load_spans(
     span_ptrs, q_len, kv_len, window,
-    HAS_SPANS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     Q_START: tl.constexpr = Q_START,
     KV_START: tl.constexpr = KV_START,
@@ -25,31 +24,28 @@ def load_spans(
     FLAGS: tl.constexpr = FLAGS,
     CAUSAL: tl.constexpr = CAUSAL,
     HOLES: tl.constexpr = HOLES,
+    AT_END: tl.constexpr = AT_END,
+    MAY_END: tl.constexpr = True,
     PAST_L1: tl.constexpr = False,
 ):  # fmt: skip
-    """The spans of one row (`span_ptrs` is a scalar) or of several (a block of pointers), or their values if there are no spans.
+    """The spans of one row (`span_ptrs` is a scalar) or of several (a block of pointers).
 
     Returns (q_start, kv_start, kv_stop, window, causal, holes). kv_start and kv_stop are clamped to the buffer of `kv_len` slots.
-    PAST_L1: whether the loads go past the L1 cache.
+    IS_CAUSAL: whether rows are causal whatever their spans say. MAY_END: whether Q_START may be AT_END (it costs the loops of the
+    Hopper kernel registers). PAST_L1: whether the loads go past the L1 cache.
     """
-    if HAS_SPANS:
-        CACHE: tl.constexpr = ".cg" if PAST_L1 else ""
-        q_start = tl.load(span_ptrs + Q_START, cache_modifier=CACHE)
-        kv_start = tl.maximum(tl.load(span_ptrs + KV_START, cache_modifier=CACHE), 0)
-        kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP, cache_modifier=CACHE), kv_len)
-        window = tl.minimum(tl.load(span_ptrs + WINDOW, cache_modifier=CACHE), window)
-        flags = tl.load(span_ptrs + FLAGS, cache_modifier=CACHE)
-        holes = (flags & HOLES) != 0
-        causal = (flags & CAUSAL) != 0
-        if IS_CAUSAL:
-            causal = causal | True
-    else:
-        q_start = kv_len - q_len
-        kv_start = q_start * 0
-        kv_stop = kv_len
-        holes = tl.full([], False, tl.int1)
-        causal = tl.full([], IS_CAUSAL, tl.int1)
-    return q_start, kv_start, kv_stop, window, causal, holes
+    CACHE: tl.constexpr = ".cg" if PAST_L1 else ""
+    q_start = tl.load(span_ptrs + Q_START, cache_modifier=CACHE)
+    if MAY_END:
+        q_start = tl.where(q_start == AT_END, kv_len - q_len, q_start)
+    kv_start = tl.maximum(tl.load(span_ptrs + KV_START, cache_modifier=CACHE), 0)
+    kv_stop = tl.minimum(tl.load(span_ptrs + KV_STOP, cache_modifier=CACHE), kv_len)
+    window = tl.minimum(tl.load(span_ptrs + WINDOW, cache_modifier=CACHE), window)
+    flags = tl.load(span_ptrs + FLAGS, cache_modifier=CACHE)
+    causal = (flags & CAUSAL) != 0
+    if IS_CAUSAL:
+        causal = causal | True
+    return q_start, kv_start, kv_stop, window, causal, (flags & HOLES) != 0
 
 
 @triton.jit
@@ -100,21 +96,25 @@ def sink_stop(pos, kv_start, kv_stop, causal, SINKS: tl.constexpr):
 def key_bounds(
     span_ptr, q_index, first, last, q_len, kv_len, window,
     C: tl.constexpr,
+    DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
     """The bounds of the keys that the queries `q_index` (a block) of one batch row see; first, last: the range of the block.
 
     Returns (bounds, sink_bounds). bounds = (row_lo, row_hi, lo, hi, full_lo, full_hi, holes): the bounds of each query, of any
-    query and of all queries, and whether the batch row has holes. sink_bounds = (sink_lo, sink_hi, q_start - sink_lo).
+    query and of all queries, and whether the batch row has holes. sink_bounds = (sink_lo, sink_hi, position of query 0).
     """
     SINKS: tl.constexpr = C.SINKS
-    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.IS_CAUSAL)
     sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
     kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
     row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, q_index, q_len, C.ROWS)
     of_block = block_bounds(q_start + first, q_start + last, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = narrowed_block(of_block, kv_stop, span_ptr, first, last, q_len, C.ROWS)
-    return (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), (sink_lo, sink_hi, q_start - sink_lo)
+    position = q_start - sink_lo
+    if C.PAIRS:
+        position += tl.load(span_ptr + DROPPED)
+    return (row_lo, row_hi, lo, hi, full_lo, full_hi, holes), (sink_lo, sink_hi, position)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def query_bounds(
     The bounds are (lo, hi, full_lo, full_hi): the queries [lo, hi) that see any of these keys, and those that see all of them.
     No query sees keys before KV_START or from KV_STOP on.
     """
-    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.HAS_SPANS, C.IS_CAUSAL)
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.IS_CAUSAL)
     whole = (first_key >= kv_start) & (last_key < kv_stop)
     first_key, last_key = tl.maximum(first_key, kv_start), tl.minimum(last_key, kv_stop - 1)
     ahead = tl.where(causal, 0, window - 1) + q_start

@@ -7,7 +7,6 @@ rather than fast.
 import triton
 import triton.language as tl
 
-from ..spans import DROPPED
 from .online import masked_step, scaled
 from .rerotate import partners, rerotate
 
@@ -47,7 +46,6 @@ def attend_wide(
     C: tl.constexpr,
     FORM: tl.constexpr,
     SINK_BLOCK: tl.constexpr = SINK_BLOCK,
-    DROPPED: tl.constexpr = DROPPED,
 ):  # fmt: skip
     """`attend.attend` for wide heads."""
     Q, q_rows = queries
@@ -79,9 +77,6 @@ def attend_wide(
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
         words_stop = tl.where(holes, sinks_stop, sink_lo)
         first_slot = tl.zeros_like(sink_hi)
-        if C.PAIRS:  # noqa: SIM102 (both are constants)
-            if C.HAS_SPANS:
-                positions += tl.load(span_ptr + DROPPED)
         for i in tl.range(0, tl.cdiv(sinks_stop - sink_lo, SINK_BLOCK)):
             first = sink_lo + i * SINK_BLOCK
             slot_mask = (first + offs_s < sinks_stop)[:, None]

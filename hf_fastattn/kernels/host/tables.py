@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages for each architecture and shape, and grid sizes.
 
 The tables are fixed: nothing is tuned at run time and nothing is compiled for a length. A number of keys selects one of at most
-three kernels and of four merges, a number of queries one of a few, by powers of two. `tests/test_lengths.py` counts them.
+three kernels and of three merges, a number of queries one of a few, by powers of two. `tests/test_lengths.py` counts them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class Config:
 
     Decode only: programs_per_sm; MIN_TILES, the least number of tiles in a share of `lean`; registers, the limit for each thread
     if the launch begins early (see `overlap`; 0: no limit), and sink_registers, the limit if it also scores sinks; whole_keys, up
-    to how many keys a head is not split; short_splits, up to how many splits two tiles in each are enough. Backward only: split,
-    whether dK and dV are computed by separate programs (`attention.backward.dkdv`).
+    to how many keys a head is not split; split_tiles, the least number of tiles in a split, and short_splits, up to how many
+    splits these are enough. Backward only: split, whether dK and dV are computed by separate programs
+    (`attention.backward.dkdv`).
     """
 
     BLOCK_M: int
@@ -39,6 +40,7 @@ class Config:
     sink_registers: int = 0
     whole_keys: int = 0
     short_splits: int = MAX_SPLITS
+    split_tiles: int = 2
     split: bool = False
 
 
@@ -183,8 +185,8 @@ def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int)
     """The launch of `fixed` on Hopper with one program per SM where that is faster, otherwise `config`; arguments as there.
 
     While programs of the previous launch still occupy SMs, two programs that fit on one SM are both placed on one that is free,
-    and others stay idle. So a program has 128 KB of tiles in flight: two do not fit. With few heads, and so many splits, smaller
-    tiles are faster. At other head_dims than multiples of 16, lengths select two kernels as it is, by alignment.
+    and others stay idle. So a program has 128 KB of tiles in flight, or 192: two do not fit. At other head_dims than multiples of
+    16, lengths select two kernels as it is, by alignment.
     """
     if head_dim % 16:
         return config
@@ -192,12 +194,15 @@ def one_per_sm(config: Config, sms: int, head_dim: int, heads: int, kv_len: int)
     busy = heads * splits / sms
     if config.BLOCK_M == 64 and size == 128 and 2 <= splits <= 16 and busy >= 0.7:
         return replace(config, num_stages=5, programs_per_sm=1)
+    wide = Config(16, 128, 4, 3, split_tiles=1)
+    if config.BLOCK_M == 16 and size == 128 and config.programs_per_sm == 1:
+        return wide
     if config.BLOCK_M != 16 or splits > 11:
         return config
     if size == 64 and busy >= 0.95 and heads * kv_len * 4 * head_dim >= 4 * BRIEF_BYTES:
         return replace(config, num_stages=5, programs_per_sm=1, sink_registers=0)
     if size == 128 and head_dim > 80 and busy >= 0.7 and heads * kv_len >= 256 * sms:
-        return Config(16, 128, 4, 3)
+        return wide
     return config
 
 
@@ -277,33 +282,36 @@ def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int
     return _launch("many rows", gpu.arch(device), dtype.itemsize, block_d(head_dim), 64 if few else 128, load)
 
 
-def merge(rows: int, block_dv: int, partials: int) -> tuple[int, int]:
-    """(partial results in one load of a merge, its warps), for about `partials` results of `rows` rows of `block_dv` floats."""
-    # They occupy 64 registers of each thread, or 128: fewer warps need fewer barriers.
-    each, size = 4096 if (rows, block_dv) == (1, 128) else 2048, rows * block_dv
+def merge(device: torch.device, block_dv: int, rows: int, partials: int) -> dict[str, int]:
+    """The form of a merge of `rows` rows with about `partials` results each, of `block_dv` floats.
+
+    It says the rows of a program, one, or four of many rows, which have few results; the results in one load; and the warps.
+    """
+    many = rows >= 8 * gpu.num_sms(device)
+    each, size, partials = (2048, 4 * block_dv, 8) if many else (4096 if block_dv == 128 else 2048, block_dv, partials)
+    # Results occupy 64 registers of each thread, or 128: fewer warps need fewer barriers.
     warps = next((w for w in (1, 2, 4) if each * w >= partials * size), 8)
-    return max(1, each * warps // size), warps
+    return {"ROWS": 4 if many else 1, "CHUNK": max(1, each * warps // size), "num_warps": warps}
 
 
-def merge_rows(rows: int, block_d: int) -> int:
-    """Rows for one program of a merge: at most `rows`, limited by registers."""
-    return min(rows, 16384 // block_d)
+def merge_of_shares(device: torch.device, block_dv: int, rows: int) -> dict[str, int]:
+    """The same for the merge of shares, of which rows have up to MAX_SPLITS."""
+    if rows >= 16 * gpu.num_sms(device):
+        return {"ROWS": max(1, min(8, 1024 // block_dv)), "CHUNK": 8, "num_warps": 2}
+    return {"ROWS": 1, "CHUNK": max(1, min(32, 4096 // block_dv)), "num_warps": 1}
 
 
 def most_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
-    """The most splits per KV head if all heads get the same number; 0 if there are more heads than programs.
-
-    Launches with one split are compiled separately, so kv_len selects one of at most two numbers.
-    """
+    """The most splits per KV head if all heads get the same number; 0 if there are more heads than programs."""
     return 1 if kv_len <= config.whole_keys else config.programs_per_sm * gpu.num_sms(device) // heads
 
 
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
     """Flash-Decoding's splits per KV head: enough programs for one wave, at most MAX_SPLITS.
 
-    A split has at least two tiles, and 16 if there are more than `short_splits`.
+    A split has at least `split_tiles` tiles, and 16 if there are more than `short_splits`.
     """
     tiles = -(-kv_len // config.BLOCK_N)
-    most = min(-(-tiles // 2), max(config.short_splits, tiles // 16), MAX_SPLITS)
+    most = min(-(-tiles // config.split_tiles), max(config.short_splits, tiles // 16), MAX_SPLITS)
     splits = max(1, min(most_splits(device, config, heads, kv_len), most))
     return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest one only adds work to the merge

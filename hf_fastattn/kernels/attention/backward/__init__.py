@@ -20,6 +20,7 @@ import triton
 from ... import checks
 from ...device.online import LOG2_E
 from ...host import gpu, launch, tables
+from ...spans import no_spans
 from ...spec import KV, Form, Gradients, Spec
 from ..plan import Call
 from .dkdv import dkdv_kernel
@@ -70,7 +71,7 @@ def backward(
     dlse = lse if dlse is None else dlse.to(lse.dtype).contiguous()
     stats = torch.empty(*lse.shape, plan.stats, device=lse.device, dtype=torch.float32)
     dq = checks.empty_outputs(q, q.shape[3], False)[0] if needs[0] else None
-    some_spans = q if spans is None else spans
+    some_spans = no_spans(q.device, spec.causal) if spans is None else spans
     plan.dq(q, k, v, out, dout, lse, dlse, some_spans, q if dq is None else dq, stats, seed)
     dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, stats[..., -1])
     if not needs[1]:

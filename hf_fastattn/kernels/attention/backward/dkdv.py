@@ -127,7 +127,7 @@ def dkdv_kernel(
     V,  # (batch, num_kv_heads, kv_len, value_dim)
     DOut,  # (batch, num_heads, q_len, value_dim)
     Stats,  # (batch, num_heads, q_len, 2), fp32: lse in base 2, delta, from dq_kernel
-    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    Spans,  # (batch, 1, 1 or 2, integers), int32
     DK,  # (splits, batch, kv_len, num_kv_heads, head_dim), contiguous, fp32 if splits > 1, written
     DV,  # (splits, batch, kv_len, num_kv_heads, value_dim), contiguous, fp32 if splits > 1, written
     Seed,  # (1,), int64; None without dropout

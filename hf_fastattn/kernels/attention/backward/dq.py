@@ -56,7 +56,7 @@ def dq_kernel(
     DOut,  # (batch, num_heads, q_len, value_dim)
     Lse,  # (batch, num_heads, q_len), fp32
     DLse,  # (batch, num_heads, q_len), fp32, read with HAS_DLSE
-    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    Spans,  # (batch, 1, 1 or 2, integers), int32
     DQ,  # (batch, q_len, num_heads, head_dim), contiguous, written with WRITE_DQ
     Stats,  # (batch, num_heads, q_len, 2), fp32: lse in base 2, delta; without PAIRS (batch, num_heads, q_len): delta; written
     Seed,  # (1,), int64; None without dropout

@@ -88,7 +88,7 @@ def load_pairs(base, offs_row, row_mask, MASKED: tl.constexpr):
 def live_keys(span_ptr, offs_slot, lo, hi, holes, C: tl.constexpr, WORDS: tl.constexpr = WORDS):
     """The slots in [lo, hi) that are not holes; -1 for all others, which no row sees."""
     live = (offs_slot >= lo) & (offs_slot < hi)
-    if C.HAS_SPANS and not C.ROWS:
+    if C.HAS_WORDS:
         words_stop = tl.where(holes, hi, 0)  # without holes no words of the bit mask are read
         words = tl.load(span_ptr + WORDS + (offs_slot >> 5), mask=offs_slot < words_stop, other=-1)
         live = live & (((words >> (offs_slot & 31)) & 1) != 0)

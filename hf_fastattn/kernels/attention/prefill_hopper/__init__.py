@@ -29,7 +29,7 @@ from ... import checks
 from ...host import gpu, launch
 from ...host.counters import counters_of
 from ...host.descriptors import describe, reads
-from ...spans import WORDS, has_rows
+from ...spans import has_rows, has_words, no_spans
 from ...spec import KV, Form, Spec, is_plain
 from ..plan import Call
 from ..schedule import pack_of, splits_of
@@ -160,10 +160,9 @@ def prefill(
     aligned = (q.data_ptr() | kv.k.data_ptr() | kv.v.data_ptr()) % 16 == 0
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, shares, aligned)
     out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
-    workspace = lse
-    if plan.workspace_size:
-        workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32)
-    spans, sink_logits = (q if x is None else x for x in (spans, sink_logits))
+    workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32)
+    spans = no_spans(q.device, spec.causal, kv.k.shape[2] - q.shape[2]) if spans is None else spans
+    sink_logits = q if sink_logits is None else sink_logits
     plan.launch(q, kv.k, kv.v, out, lse, workspace, spans, sink_logits, counters_of(q.device))
     if plan.merge is not None:
         plan.merge(out, lse, workspace, spans, sink_logits)
@@ -183,7 +182,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
     if return_lse:  # in fp32, in which the error of the polynomial of `tile._exp2` is visible
         C = replace(C, exp2_on_fma=0)
     rows = has_rows(spans)
-    pack = pack_of(call.q_len, call.group, rows)
+    pack = pack_of(call.q_len, call.group, has_words(spans))
     packs_each = -(-call.group // pack)
     num_packs, num_blocks = call.num_kv_heads * packs_each, -(-call.q_len * pack // BLOCK_M)
     blocks = num_blocks * num_packs * call.batch
@@ -221,9 +220,8 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
         scale_log2=scale_log2,
         cap_log2=cap_log2,
         C=C,
-        HAS_SPANS=spans is not None,
-        HAS_WORDS=spans is not None and not rows and spans.shape[3] > WORDS,
-        IS_CAUSAL=spec.causal,
+        HAS_WORDS=has_words(spans),
+        IS_CAUSAL=call.is_causal,
         HAS_SOFTCAP=spec.softcap is not None,
         HAS_SINK_LOGITS=sink_logits is not None,
         WRITE_LSE=return_lse,

@@ -15,7 +15,7 @@ BLOCK_M = 64 * CONSUMERS
 @gluon.jit
 def item_of(
     index, Spans, sizes,
-    C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr = BLOCK_M,
+    C: gl.constexpr, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr = BLOCK_M,
 ):  # fmt: skip
     """One item: (indices, pointer to the spans of its batch row, spans, tiles of the block, share of these, slot or -1).
 
@@ -36,7 +36,7 @@ def item_of(
     group_head = (pack - kv_head * packs_each) * C.pack
     first = block * QUERIES
     span_ptr = Spans + row.to(gl.int64) * stride_sb
-    spans = row_spans(span_ptr, q_len, kv_len, window, HAS_SPANS, C.rows, IS_CAUSAL)
+    spans = row_spans(span_ptr, q_len, kv_len, window, C.rows, IS_CAUSAL)
     tiles = tiles_of(first, q_len, span_ptr, spans, QUERIES, C.BLOCK_N, C.rows)
     _lo, _hi, num_tiles, _num_after, _num_masked = tiles
     share = (0, num_tiles)
@@ -46,9 +46,9 @@ def item_of(
 
 
 @gluon.jit
-def place_of(index, Spans, sizes, WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr):
+def place_of(index, Spans, sizes, WG: gl.constexpr, C: gl.constexpr):
     """(indices of consumer WG's rows in one item, slot or -1), where nothing else is needed."""
-    indices, _span_ptr, _spans, _tiles, _share, slot = item_of(index, Spans, sizes, C, HAS_SPANS, False)
+    indices, _span_ptr, _spans, _tiles, _share, slot = item_of(index, Spans, sizes, C, False)
     first, kv_head, group_head, row = indices
     return (first + WG * 64 // C.pack, kv_head, group_head, row), slot
 
@@ -56,12 +56,11 @@ def place_of(index, Spans, sizes, WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: 
 @gluon.jit
 def rows_of(
     index, Spans, sizes,
-    WG: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    WORDS: gl.constexpr = WORDS,
+    WG: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr, IS_CAUSAL: gl.constexpr, WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
     """The rows of consumer WG in one item: (indices, end of the live slots, tiles, share, slot, bounds for `mask`)."""
     _stride_sb, _num_items, _num_packs, _total_packs, _group, _section, _whole, q_len, _kv_len, _window = sizes
-    indices, span_ptr, spans, tiles, share, slot = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+    indices, span_ptr, spans, tiles, share, slot = item_of(index, Spans, sizes, C, IS_CAUSAL)
     first, kv_head, group_head, row = indices
     q_start, kv_start, kv_stop, window, causal, holes = spans
     _lo, hi, _num_tiles, _num_after, _num_masked = tiles

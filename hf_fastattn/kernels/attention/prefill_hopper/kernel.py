@@ -47,7 +47,7 @@ from .tile import cap, mask, pack, softmax_step, zero_rows
 
 
 @gluon.jit
-def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
+def _produce(args, C: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
     """The producer warp: for each item it loads Q once, and K and V tile by tile as their buffers become empty."""
     q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, next_ring, sizes = args
     _stride_sb, num_items, _num_packs, _total_packs, _group, _section, _whole, _q_len, _kv_len, _window = sizes
@@ -60,7 +60,7 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
     item_count = 0  # earlier items
     while index < num_items:
         following = gl.atomic_add(Counters, 1) + programs
-        indices, _span_ptr, _spans, tiles, share, _slot = item_of(index, Spans, sizes, C, HAS_SPANS, IS_CAUSAL)
+        indices, _span_ptr, _spans, tiles, share, _slot = item_of(index, Spans, sizes, C, IS_CAUSAL)
         first, kv_head, group_head, row = indices
         skipped, num_tiles = share
         for wg in gl.static_range(CONSUMERS):
@@ -90,8 +90,8 @@ def _produce(args, C: gl.constexpr, HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.const
 @gluon.jit
 def _attend(
     args, index, rows, s_scale, zeros, tile_count, item_count,
-    WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr, BLOCK_M: gl.constexpr = BLOCK_M, CONSUMERS: gl.constexpr = CONSUMERS,
+    WG: gl.constexpr, C: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINK_LOGITS: gl.constexpr,
+    WRITE_LSE: gl.constexpr, BLOCK_M: gl.constexpr = BLOCK_M, CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
     """Attention of consumer WG for its rows of one item. tile_count, item_count: numbers of earlier tiles and items.
@@ -124,12 +124,11 @@ def _attend(
     k = matrix(k_smem.index(stage))
     s_token = product(q, k, zeros, C.k_width)
     start = tile_start(skipped, tiles, BLOCK_N)
-    if HAS_SPANS:  # noqa: SIM102 (known at compile time; the next is not)
-        if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
-            mbarrier.wait(full(v_ring, stage), phase)
-            zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
-            fence_async_shared()
-            warpgroup_barrier()
+    if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
+        mbarrier.wait(full(v_ring, stage), phase)
+        zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
+        fence_async_shared()
+        warpgroup_barrier()
     s = warpgroup_mma_wait(0, [s_token])
     mbarrier.arrive(empty(k_ring, stage), count=1)  # one arrival per warpgroup: it synchronises its threads first
     s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
@@ -184,7 +183,7 @@ def _attend(
     if C.split:
         acc = wait_for(o_tokens)
         mbarrier.arrive(empty(v_ring, stage), count=1)
-        indices, slot = place_of(reread(index), Spans, sizes, WG, C, HAS_SPANS)
+        indices, slot = place_of(reread(index), Spans, sizes, WG, C)
         if slot >= 0:
             stats_start = (num_items - whole) * BLOCK_M * block_dv(C.v_width)
             exists = gl.arange(0, 64, s_rows) < (q_len - indices[0]) * C.pack
@@ -240,8 +239,8 @@ def _skip(
 @gluon.jit
 def _consume(
     args,
-    WG: gl.constexpr, C: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, IS_CAUSAL: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS,
+    WG: gl.constexpr, C: gl.constexpr, HAS_WORDS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS,
     FIRST_TURN: gl.constexpr = FIRST_TURN,
 ):  # fmt: skip
     """Consumer warpgroup WG: rows 64 * WG .. 64 * WG + 63 of each item's block."""
@@ -274,14 +273,14 @@ def _consume(
     if WG == 1:
         named_barrier("arrive", FIRST_TURN)  # the first turn is consumer 0's
     while index < num_items:
-        rows = rows_of(index, Spans, sizes, WG, s_rows, C, HAS_SPANS, IS_CAUSAL)
+        rows = rows_of(index, Spans, sizes, WG, s_rows, C, IS_CAUSAL)
         indices, _kv_stop, _tiles, share, _slot, _seen = rows
         first, _kv_head, _group_head, _row = indices
         _skipped, num_tiles = share
         if first < q_len:
             _attend(
                 args, index, rows, s_scale, zeros, tile_count, item_count, WG, C,
-                HAS_SPANS, HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE,
+                HAS_WORDS, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE,
             )  # fmt: skip
         else:
             _skip(args, num_tiles, tile_count, item_count, WG, C)
@@ -306,13 +305,13 @@ def prefill_hopper_kernel(
     v_desc,  # (batch, num_kv_heads, kv_len, value_dim), boxes of BLOCK_N keys
     out_desc,  # (batch, num_kv_heads, q_len, group, value_dim), boxes as of q_desc, written
     Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
-    Workspace,  # (floats,), fp32: acc (shares, 128, BLOCK_DV), then m and l (shares, 2, 128), written with split
-    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    Workspace,  # (floats,), fp32: acc (shares, 128, BLOCK_DV), then m and l (shares, 128, 2), written with split
+    Spans,  # (batch, 1, 1 or 2, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     Counters,  # (2,), int32: the next item, and programs that have ended; 0 between launches
     stride_sb, num_items, num_packs, total_packs, group, section, whole, q_len, kv_len, window, scale_log2, cap_log2,
-    C: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINK_LOGITS: gl.constexpr, WRITE_LSE: gl.constexpr,
+    C: gl.constexpr, HAS_WORDS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINK_LOGITS: gl.constexpr,
+    WRITE_LSE: gl.constexpr,
 ):  # fmt: skip
     if C.split:
         let_next_begin()
@@ -322,9 +321,9 @@ def prefill_hopper_kernel(
     shared = (out_desc, Lse, Workspace, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, next_ring, sizes, scale_log2, cap_log2)
     gl.warp_specialize(
         [
-            (_consume, (shared, 0, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-            (_consume, (shared, 1, C, HAS_SPANS, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
-            (_produce, (loads, C, HAS_SPANS, IS_CAUSAL)),
+            (_consume, (shared, 0, C, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_consume, (shared, 1, C, HAS_WORDS, IS_CAUSAL, HAS_SOFTCAP, HAS_SINK_LOGITS, WRITE_LSE)),
+            (_produce, (loads, C, IS_CAUSAL)),
         ],
         # Warps, and registers per thread, of the second consumer and the producer. The first consumer gets the rest, also 240.
         [4, 1],

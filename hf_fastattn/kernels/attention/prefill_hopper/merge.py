@@ -7,13 +7,12 @@ Rounds: the result; all else is fp32. Limits: shares of `prefill_hopper`. Oracle
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import triton
 import triton.language as tl
 
+from ...device.constants import Output
 from ...device.merge import merge_rows, store_rows
-from ...host import gpu, tables
+from ...host import tables
 from ...host.launch import Launch
 from ...host.overlap import early, let_next_begin, wait_for_inputs
 from ..plan import Call
@@ -31,17 +30,16 @@ def merge_shares_kernel(
     Out,  # (batch, q_len, num_heads, value_dim), contiguous, written
     Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
     Workspace,  # (floats,), fp32: `device.merge.store_partial`
-    Spans,  # (batch, 1, 1, integers), int32, not read without HAS_SPANS
+    Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_sb, num_blocks, num_packs, total_packs, group, log_pack, section, whole, splits, q_len, kv_len, window, stats_start,
-    C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n.
 
     log_pack: log2 of the number of heads in a pack. It follows from the number of queries: as a constant it would make variants.
     """
     first_row, which, blocks = tl.program_id(0) * ROWS, tl.program_id(1), tl.num_programs(1)
-    BLOCK_M: tl.constexpr = C.BLOCK_M
     pack_heads, queries = 1 << log_pack, BLOCK_M >> log_pack
     block, pack, row = block_at(whole + which, num_blocks, num_packs, total_packs, section)
     first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
@@ -49,11 +47,11 @@ def merge_shares_kernel(
     tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
-    rows, offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, which, which + blocks, blocks, tl.minimum(splits, tiles),
-        first_row, (q_len << log_pack) - block * BLOCK_M, ROWS, CHUNK, C,
+    step, left = blocks * BLOCK_M, (q_len << log_pack) - block * BLOCK_M - first_row
+    offs_v, acc, m, l = merge_rows(
+        Workspace, stats_start, which * BLOCK_M + first_row, step, step, 1, tl.minimum(splits, tiles), left, ROWS, CHUNK, C
     )  # fmt: skip
-    rows += block * BLOCK_M
+    rows = block * BLOCK_M + first_row + tl.arange(0, ROWS)
     packs_each = (group + pack_heads - 1) >> log_pack
     kv_head = pack // packs_each
     offs_m, offs_h = rows >> log_pack, ((pack - kv_head * packs_each) << log_pack) + (rows & (pack_heads - 1))
@@ -70,14 +68,11 @@ def merge_shares(
     order: the sizes of `order.block_at`, and the number of whole blocks. stats_start: where m and l begin in the workspace.
     """
     num_blocks, num_packs, total_packs, section, whole = order
-    constants = call.constants(tables.Config(BLOCK_M, BLOCK_N, 4, 1), packed=True)
-    constants = replace(constants, GROUP=1, WORKSPACE_M=BLOCK_M, FEW_ROWS=False, FULL_TAIL=False)
     blocks, rows = num_blocks * total_packs - whole, min(call.q_len * pack, BLOCK_M)
-    rows_each = min(16, 1 << (blocks * rows // (8 * gpu.num_sms(call.q.device))).bit_length())
-    chunk, warps = tables.merge(rows_each, call.block_dv, splits)
+    merge_form = tables.merge_of_shares(call.q.device, call.block_dv, blocks * rows)
     return Launch(
         merge_shares_kernel,
-        (triton.cdiv(rows, rows_each), blocks),
+        (triton.cdiv(rows, merge_form["ROWS"]), blocks),
         stride_sb=0 if call.spans is None else call.spans.stride(0),
         num_blocks=num_blocks,
         num_packs=num_packs,
@@ -91,9 +86,8 @@ def merge_shares(
         kv_len=call.kv_len,
         window=call.window,
         stats_start=stats_start,
-        C=constants,
-        ROWS=rows_each,
-        CHUNK=chunk,
+        C=Output(**call.output(BLOCK_N)),
+        BLOCK_M=BLOCK_M,
+        **merge_form,
         **early(call.q.device),
-        num_warps=warps,
     )

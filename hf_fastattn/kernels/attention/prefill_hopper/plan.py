@@ -28,17 +28,13 @@ narrowed_block = gluon.jit(visibility.narrowed_block.fn)
 @gluon.jit
 def row_spans(
     span_ptr, q_len, kv_len, window,
-    HAS_SPANS: gl.constexpr, HAS_ROWS: gl.constexpr, IS_CAUSAL: gl.constexpr, WORDS: gl.constexpr = WORDS,
+    HAS_ROWS: gl.constexpr, IS_CAUSAL: gl.constexpr, WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
     """(q_start, kv_start, kv_stop, window, causal, holes) of one batch row. No query sees slots from kv_stop on."""
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, IS_CAUSAL, MAY_END=False)
     if HAS_ROWS:
-        q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
         kv_stop = gl.minimum(kv_stop, gl.load(span_ptr + 2 * WORDS + 2 * q_len - 1))
-        return q_start, kv_start, kv_stop, window, causal, holes
-    elif HAS_SPANS:
-        return load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
-    else:  # `load_spans` would call tl.full, which Gluon does not have
-        return kv_len - q_len, 0, kv_len, window, IS_CAUSAL, False
+    return q_start, kv_start, kv_stop, window, causal, holes
 
 
 @gluon.jit

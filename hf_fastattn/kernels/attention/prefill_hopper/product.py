@@ -121,10 +121,9 @@ def block_dv(width):
 @gluon.jit
 def store_partial(acc, m, l, Workspace, stats_start, slot, first_row, exists, WIDTH: gl.constexpr, WORKSPACE_M: gl.constexpr):
     """Store 64 rows of a partial, from `first_row` on, like `device.merge.store_partial`; exists [64]: which rows are queries."""
-    stat_rows = first_row + gl.arange(0, 64, m.type.layout)
-    Stats = Workspace + stats_start + slot * 2 * WORKSPACE_M + stat_rows
+    Stats = Workspace + stats_start + 2 * (slot * WORKSPACE_M + first_row + gl.arange(0, 64, m.type.layout))
     gl.store(Stats, m, mask=exists)
-    gl.store(Stats + WORKSPACE_M, l, mask=exists)
+    gl.store(Stats + 1, l, mask=exists)
     for i in gl.static_range(len(acc)):
         rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, _layout(WIDTH, i)))
         cols = _begin(WIDTH, i) + gl.arange(0, _columns(WIDTH, i), gl.SliceLayout(0, _layout(WIDTH, i)))

@@ -9,7 +9,7 @@ import torch
 from ....host import gpu
 from ....host.descriptors import describe, reads
 from ....host.launch import Launch
-from ....spans import WORDS, has_rows
+from ....spans import has_rows, has_words
 from ...plan import Call
 from .kernel import dkdv_hopper_kernel
 
@@ -81,10 +81,9 @@ def launch(C: Config, call: Call, dout: torch.Tensor, splits: int) -> Launch:
         cap_log2=arguments["cap_log2"],
         C=C,
         GROUP=call.group,
-        HAS_SPANS=spans is not None,
-        HAS_WORDS=spans is not None and not has_rows(spans) and spans.shape[3] > WORDS,
+        HAS_WORDS=has_words(spans),
         HAS_ROWS=has_rows(spans),
-        IS_CAUSAL=call.spec.causal,
+        IS_CAUSAL=call.is_causal,
         HAS_SOFTCAP=call.spec.softcap is not None,
         num_warps=4,
     )

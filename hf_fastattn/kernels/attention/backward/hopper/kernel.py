@@ -215,12 +215,12 @@ def dkdv_hopper_kernel(
     do_desc,  # (batch, num_heads, q_len, value_dim), boxes of BLOCK_M queries
     Lse,  # (batch, num_heads, q_len), fp32
     Delta,  # (batch, num_heads, q_len), fp32, from dq_kernel
-    Spans,  # (batch, 1, 1 or 2, integers), int32, not read without HAS_SPANS
+    Spans,  # (batch, 1, 1 or 2, integers), int32
     DK,  # (splits, batch, kv_len, num_kv_heads, head_dim), contiguous, fp32 if splits > 1, written
     DV,  # (splits, batch, kv_len, num_kv_heads, value_dim), contiguous, fp32 if splits > 1, written
     stride_sb, batch, num_kv_heads, splits, q_len, kv_len, window, scale, scale_log2, cap_log2,
-    C: gl.constexpr, GROUP: gl.constexpr, HAS_SPANS: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_ROWS: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    C: gl.constexpr, GROUP: gl.constexpr, HAS_WORDS: gl.constexpr, HAS_ROWS: gl.constexpr, IS_CAUSAL: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """splits: number of programs that share the heads of a group; each writes its sums to its own part of DK and DV."""
     heads = GROUP // splits
@@ -239,7 +239,7 @@ def dkdv_hopper_kernel(
     load_keys(k_desc, v_desc, kv_buffers, row, kv_head, first_key, C)
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     last_key = gl.minimum(first_key + BLOCK_N, kv_len) - 1
-    bounds, spans = query_bounds(span_ptr, first_key, last_key, q_len, kv_len, window, HAS_SPANS, IS_CAUSAL, HAS_ROWS)
+    bounds, spans = query_bounds(span_ptr, first_key, last_key, q_len, kv_len, window, IS_CAUSAL, HAS_ROWS)
     lo, hi, full_lo, full_hi = bounds
     num_tiles = (hi - lo + C.BLOCK_M - 1) // C.BLOCK_M
     before = gl.minimum((full_lo - lo + C.BLOCK_M - 1) // C.BLOCK_M, num_tiles)

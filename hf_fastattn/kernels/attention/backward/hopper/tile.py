@@ -68,17 +68,10 @@ def load_keys(k_desc, v_desc, kv_buffers, row, kv_head, first_key, C: gl.constex
 @gluon.jit
 def query_bounds(
     span_ptr, first_key, last_key, q_len, kv_len, window,
-    HAS_SPANS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_ROWS: gl.constexpr, STEPS: gl.constexpr = visibility.STEPS,
+    IS_CAUSAL: gl.constexpr, HAS_ROWS: gl.constexpr, STEPS: gl.constexpr = visibility.STEPS,
 ):  # fmt: skip
     """`visibility.query_bounds` in Gluon."""
-    if HAS_SPANS:
-        q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, True, IS_CAUSAL)
-    else:  # `load_spans` would call tl.full, which Gluon does not have
-        q_start = kv_len - q_len
-        kv_start = q_start * 0
-        kv_stop = kv_len
-        causal = IS_CAUSAL
-        holes = False
+    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, IS_CAUSAL)
     whole = (first_key >= kv_start) & (last_key < kv_stop)
     first_key = gl.maximum(first_key, kv_start)
     last_key = gl.minimum(last_key, kv_stop - 1)
