@@ -92,7 +92,7 @@ def build_spans(
         raise ValueError(f"attention_mask must be bool of shape ({batch}, positions seen); got {mask.dtype} {tuple(mask.shape)}.")
     make = _build_spans_torch
     if gpu.on_gpu(torch.device(device)):
-        from .decode.build_spans import run as make
+        from .decode.build_spans import run as make  # type: ignore[assignment]
     return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask).expand(batch, -1, -1, -1)
 
 
