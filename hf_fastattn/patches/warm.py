@@ -119,6 +119,7 @@ def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) ->
     rows = sorted(set(rows))
     one, depths, graph = rows[:1] if rows[0] == 1 else [], [depth for depth in DEPTHS if depth < tokens], recipe.graph
     prompts = [length for length in PROMPTS if length <= tokens]
+    between = sorted({*rows, *(count * part // 4 for count in rows[:-1] for part in (5, 6))})  # other batches up to the largest
     with describing(recipe.target) as found, torch.no_grad():
         model = recipe.small()
         patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), graph, recipe.fuse, None)
@@ -129,7 +130,7 @@ def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) ->
         # Point of a forward; the rows, the tokens before and the tokens with which its attention runs again.
         cases: list[tuple[_Point, list[int], list[int], Iterable[int]]] = []
         for masked in (False, True):
-            cases.append((_Point(masked=masked, captured=graph), rows[masked:], depths, (1,)))
+            cases.append((_Point(masked=masked, captured=graph), between[masked:], depths, (1,)))
             cases.append((_Point(tokens=100, past=0, masked=masked), rows, [0], prompts))
         cases.append((_Point(tokens=100, masked=True), one, depths, prompts))
         if graph:
@@ -141,7 +142,7 @@ def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) ->
                     if count * length <= most:
                         template.attend(count, past, length)
                 if not (point.past or point.masked) and registry.get(recipe.backend).packed:
-                    for length in prompts:
+                    for length in prompts[5:]:
                         template.attend(1, 0, length, packed=True)
         windows = [kind.window for kind in hf.layer_kinds(model.config) if kind.window is not None and kind.window < tokens]
         few = [length for length in prompts if length <= 64]  # which fused experts may serve
@@ -191,13 +192,13 @@ class _Template(NamedTuple):
         kv_len = capacity if self.captured else seen + tokens
         q = _like(self.q, {0: rows, 2: tokens})
         k, v = (_like(x, {0: rows, 2: max(capacity, kv_len)})[:, :, :kv_len] for x in (self.kv.k, self.kv.v))
-        spans = self.spans
+        spans, spec = self.spans, self.spec
         if spans is not None:
             words = num_words(kv_len) if spans.shape[3] > WORDS else 0
             spans = spans.new_empty(rows if words else 1, 1, 1, WORDS + words).expand(rows, -1, -1, -1)
         if packed:
-            spans = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32)
-        registry.get(self.backend).attend(q, KV(k, v), self.spec, spans, **self.options)
+            spans, spec = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32), spec._replace(causal=False)
+        registry.get(self.backend).attend(q, KV(k, v), spec, spans, **self.options)
 
 
 def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
