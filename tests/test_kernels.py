@@ -482,8 +482,8 @@ def test_of_one_program_per_sm_two_do_not_fit_if_there_are_a_dozen_heads(h100):
 
     alone = [(128, 4, 12), (128, 1, 32), (128, 4, 128), (96, 1, 24), (112, 4, 48), (64, 4, 16), (128, 64, 8), (128, 64, 64)]
     assert {buffers(*call) for call in alone} == {(128, 1)}
-    # With few heads, and with few tiles, smaller tiles arrive earlier.
-    assert buffers(128, 4, 8) == buffers(128, 4, 16, 1 << 10) == (96, 1) and buffers(64, 4, 32, 4 << 10) == (64, 2)
+    # With few heads there is one, too. With few keys, smaller tiles arrive earlier.
+    assert buffers(128, 4, 8) == buffers(128, 4, 16, 1 << 10) == (128, 1) and buffers(64, 4, 32, 4 << 10) == (64, 2)
     others = [(128, 4, 80), (80, 1, 32), (64, 4, 48), (128, 4, 192), (128, 64, 128), (128, 64, 4)]  # too many SMs would be idle
     unaligned = [(120, 4, 24), (100, 1, 16), (88, 64, 12), (40, 1, 64)]  # lengths select two kernels as it is
     assert {buffers(*call) for call in others + unaligned} == {(64, 2)}
