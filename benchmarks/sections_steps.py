@@ -74,10 +74,10 @@ def prompts(result: dict) -> str:
     rows = []
     for row in result["rows"]:
         live = sum(row["lengths"])
-        rivals = [row[name] for name in ("stock", "padded", "patched")]
-        firsts = [figure(found["first_token_s"], 3) for found in rivals]
-        speeds = [figure(found["tokens_per_s"], 0) for found in rivals]
-        peaks = [figure(found["peak_bytes"] and found["peak_bytes"] / 1e9, 1) for found in rivals]
+        rivals = [row.get(name) for name in ("stock", "padded", "patched")]
+        firsts = [figure(found and found["first_token_s"], 3) for found in rivals]
+        speeds = [figure(found and found["tokens_per_s"], 0) for found in rivals]
+        peaks = [figure(found and found["peak_bytes"] and found["peak_bytes"] / 1e9, 1) for found in rivals]
         share = f"{live} of {max(row['lengths']) * len(row['lengths']) * row['copies']}"
         ratio = figure(rivals[1]["first_token_s"] / rivals[2]["first_token_s"], 2, "x")
         rows.append([row["case"], share, *firsts, ratio, *speeds, *peaks])
