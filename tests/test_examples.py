@@ -81,8 +81,8 @@ def test_notebook(capsys):
 
 
 PAGES = [path for path in [EXAMPLES.parent / "README.md", *sorted(DOCS.rglob("*.md"))] if "```python\n" in path.read_text()]
-# A script for several processes with a GPU each; bitsandbytes cannot pack weights of every width on every CPU.
-PAGES = [path for path in PAGES if path.stem not in ("several-gpus", "quantised")]
+# Scripts for GPUs, of several processes or not; bitsandbytes cannot pack weights of every width on every CPU.
+PAGES = [path for path in PAGES if path.stem not in ("several-gpus", "first-call", "quantised")]
 
 
 @pytest.mark.parametrize("path", slow_unless(lambda path: path.stem != "evaluation", PAGES), ids=lambda path: path.stem)
