@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from functools import cache
 
 import torch
@@ -93,6 +94,9 @@ def _is_same_code(function: object, llamas: object) -> bool:
 def _code(function: object) -> tuple[object, ...] | None:
     """Bytecode, names and constants of a Python function, without its docstring; None for other callables."""
     code = getattr(function, "__code__", None)
-    if code is None:
-        return None
-    return code.co_code, code.co_names, code.co_varnames, [x for x in code.co_consts if x != function.__doc__]
+    return None if code is None else _parts(code, function.__doc__)
+
+
+@cache
+def _parts(code: types.CodeType, doc: str | None) -> tuple[object, ...]:
+    return code.co_code, code.co_names, code.co_varnames, [x for x in code.co_consts if x != doc]

@@ -57,15 +57,15 @@ def norm_of(module: torch.nn.Module) -> Norm | None:
     """The formula of a module; None if it is not a norm, or not one of the formulas."""
     cls: Any = type(module)
     forward = cls.forward
+    eps = next((name for name in _EPS if type(vars(module).get(name)) is float), None)
+    size = None if eps is None else _size(module)
+    if eps is None or size is None:
+        return None
     has = tuple(module._parameters.get(name) is not None for name in _PARAMETERS)
-    size = _size(module)
     if is_torchs(forward, torch.nn.LayerNorm):
         return Norm("eps", has, True, True, "") if size else None  # type: ignore[arg-type]
-    state = _state(module) if size is not None and _takes_a_tensor(forward) else None
-    eps = next((name for name in _EPS if type(vars(module).get(name)) is float), None)
-    if state is None or eps is None:
-        return None
-    return _recognise(cls, forward, eps, state, has, size or 64)
+    state = _state(module) if _takes_a_tensor(forward) else None
+    return None if state is None else _recognise(cls, forward, eps, state, has, size or 64)
 
 
 def _takes_a_tensor(forward: Any) -> bool:
@@ -99,7 +99,7 @@ def _state(module: torch.nn.Module) -> Attributes | None:
                 if not isinstance(value, _SIMPLE):
                     return None
             else:
-                value = inspect.getattr_static(type(module), name, None)
+                value = next((vars(cls)[name] for cls in type(module).__mro__ if name in vars(cls)), None)
                 if value is None or hasattr(torch.nn.Module, name):
                     continue  # an attribute of something else
                 if not isinstance(value, types.FunctionType) or value.__closure__ or called(value):

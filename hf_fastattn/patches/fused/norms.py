@@ -44,20 +44,28 @@ def find(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass
     An instance with a forward() of its own is not, except one of a layer that ranks share (`hf.inner_forward`).
     """
     found = Fusible([], [], [], [])
+    ours = {device for device in {parameter.device for parameter in model.parameters()} if runs(device)}
+    rotates: dict[object, bool] = {}  # by forward() of an attention layer
     first = next(model.parameters(), None)
-    for module in model.modules() if HAS_TRITON else ():
-        weight = next(module.parameters(), first)
-        own = "forward" in vars(module) and hf.inner_forward(module) is None
-        if own or weight is None or not runs(weight.device):
+    for module in model.modules() if HAS_TRITON and ours else ():
+        forward: object = type(module).forward
+        if "forward" in vars(module) and hf.inner_forward(module) is None:
             continue
         if hf.norm_of(module) is not None:
-            found.norms.append(module)
-        elif linears.is_gated_mlp(type(module).forward):
-            found.mlps.append(module)
+            kind = found.norms
+        elif linears.is_gated_mlp(forward):
+            kind = found.mlps
         elif linears.is_plain(module):
-            found.linears.append(module)
-        elif any(map(hf.is_rotation, hf.rotations_in(type(module).forward).values())):
-            found.layers.append(module)
+            kind = found.linears
+        else:
+            if forward not in rotates:
+                rotates[forward] = any(map(hf.is_rotation, hf.rotations_in(forward).values()))
+            if not rotates[forward]:
+                continue
+            kind = found.layers
+        weight = next(module.parameters(), first)
+        if weight is not None and weight.device in ours:
+            kind.append(module)
     return found
 
 
