@@ -5,6 +5,8 @@ Importing this package adds names to Transformers and changes nothing else.
 
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.2.0"
+
 from . import backends as _backends
 from . import training as training
 from .attention.backend import count_calls
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from .evaluation import evaluate
     from .explanation import explain
 
-__version__ = "0.2.0"
 __all__ = [
     "Backend",
     "PreallocatedCache",

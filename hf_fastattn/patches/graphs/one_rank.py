@@ -69,8 +69,8 @@ class OneRank:
         """Whether a condition holds on all ranks. what: the place in the code, for ranks that meet at other places."""
         return value
 
-    def refusal(self, reason: str | None) -> str | None:
-        """The reason why no step of a call can be captured, on this rank or on another."""
+    def refusal(self, reason: str | None, what: str = "") -> str | None:
+        """The reason why no step of a call can be captured, on this rank or on another. what: see `every`."""
         return reason
 
     def settle(self, entry: Entry) -> None:

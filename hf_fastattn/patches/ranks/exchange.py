@@ -16,16 +16,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
+from .facts import Malformed, decode, encode
 from .processes import Processes
-from .values import End, Malformed, alike, decode, encode
 
 __all__ = ["WAIT"]
-
-T = TypeVar("T")
 
 WAIT = 600.0  # seconds that a rank waits for another that is slow
 GRACE = 2.0  # seconds in which ranks leave a call by themselves, after one of them has failed
@@ -33,9 +31,22 @@ EXIT = 10.0  # seconds that the exit of a process waits for an abort
 POLL = 0.25  # seconds between two checks for a failure
 SHORTEST, PAUSE = 5e-5, 0.02  # seconds between two checks for the values of other ranks, at least and at most
 KEPT = 8  # calls whose keys stay in the store, for ranks that are behind
-_WITHDRAWN = ("", None)  # the value of a rank that no longer waits for the others
+_WITHDRAWN = ["", None]  # the value of a rank that no longer waits for the others
 _LEFT = "its patch was undone, its process ended, or an earlier call failed there."
 _NO_STORE = "The process that holds the store of torch.distributed (rank 0, or torchrun's) has ended."
+
+
+class End(NamedTuple):
+    """How a call ended on one rank.
+
+    steps: number of forwards that it began. error: None if it returned. usual: whether the error is an Exception. tokens: a
+    checksum of the new tokens, None if they are unknown.
+    """
+
+    steps: int
+    error: str | None
+    usual: bool
+    tokens: int | None = None
 
 
 class Call:
@@ -83,67 +94,57 @@ class Exchange:
         limit: seconds to wait; WAIT if None. Raises RuntimeError if a rank fails or does not come.
         """
         self.call.count += 1
-        keys = self._keys(str(self.call.count))
-        self._set(str(self.call.count), (what, mine))
+        name = str(self.call.count)
+        self._set(name, (what, mine))
         try:
-            found = self._wait(what, keys, WAIT if limit is None else limit)
+            found = self._wait(what, self._keys(name), WAIT if limit is None else limit)
         except BaseException:
-            self._set(str(self.call.count), _WITHDRAWN)  # so that a later rank does not continue; it may be reading the key
+            self._set(name, _WITHDRAWN)  # so that a later rank does not continue; it may be reading the key
             raise
-        for rank, sent in zip(self.ranks, found, strict=True):
-            if len(sent) == 2 and sent[0] != found[0][0]:
+        for rank, (place, _) in zip(self.ranks, found, strict=True):
+            if place != found[0][0]:
                 raise RuntimeError(
-                    f"Rank {self.ranks[0]} is at {found[0][0]} while rank {rank} is at {sent[0]}: they run other code."
-                )
-            if not alike(sent, (what, mine)):
-                raise Malformed(
-                    f"Rank {rank} has sent a value of another structure than rank {self.rank} at {what}. Run the same version of "
-                    "hf_fastattn on all ranks."
+                    f"Rank {self.ranks[0]} is at {found[0][0]} while rank {rank} is at {place}: they run other code."
                 )
         return [value for _, value in found]
 
-    def _wait(self, what: str, keys: list[str], limit: float) -> list[tuple[Any, ...]]:
+    def _wait(self, what: str, keys: list[str], limit: float) -> list[Any]:
         began = time.monotonic()
-        while (found := self._read(keys, tuple)) is None:
+        while (found := self._read(keys)) is None:
             waited = time.monotonic() - began
             pause = min(max(waited / 16, SHORTEST), PAUSE)  # a rank that comes late makes the others little later
             failed = self.failed(self.call) if pause == PAUSE else None
             if failed is None and waited > limit:
-                failed = self._late(what, keys, limit)
-            if failed is not None and self._read(keys, tuple) is None:
+                late = [str(rank) for rank, key in zip(self.ranks, keys, strict=True) if self._read([key]) is None]
+                failed = (
+                    f"Rank{'s' * (len(late) > 1)} {', '.join(late)} did not reach {what} within {limit:.0f} seconds. All ranks "
+                    "must call patch() and generate() in the same order."
+                )
+            if failed is not None and self._read(keys) is None:
                 raise RuntimeError(failed)
             time.sleep(pause)
         return found
 
-    def _late(self, what: str, keys: list[str], limit: float) -> str | None:
-        """A sentence with the ranks that did not come; None if all have come."""
-        late = [rank for rank, key in zip(self.ranks, keys, strict=True) if self._read([key], tuple) is None]
-        if not late:
-            return None
-        return (
-            f"{_names(late)} did not reach {what} within {limit:.0f} seconds. All ranks must call patch() and generate() in the "
-            "same order."
-        )
-
-    def _read(self, keys: list[str], kind: type[T]) -> list[T] | None:
-        """The values of these keys, of this kind; None if one of them is missing or withdrawn."""
+    def _read(self, keys: list[str]) -> list[Any] | None:
+        """The values of these keys; None if one of them is missing or withdrawn."""
         if not self.store.check(keys):
             return None
         values = self.store.multi_get(keys)  # one message for all keys
-        found = [decode(key, value, kind) for key, value in zip(keys, values, strict=True)]
+        found = [decode(key, value) for key, value in zip(keys, values, strict=True)]
         return None if _WITHDRAWN in found else found
 
-    def _get(self, key: str, kind: type[T]) -> T:
-        return decode(key, self.store.get(key), kind)
+    def _of(self, call: Call, name: str, rank: int) -> Any:
+        """A value of one rank; None if there is none."""
+        found = self._read([f"{call.number}/{name}/{rank}"])
+        return found and found[0]
 
     def _keys(self, name: str) -> list[str]:
         return [f"{self.call.number}/{name}/{rank}" for rank in self.ranks]
 
-    def _set(self, name: str, value: object) -> str:
+    def _set(self, name: str, value: object) -> None:
         key = f"{self.call.number}/{name}/{self.rank}"
         self.store.set(key, encode(value))
         self._mine.append((self.call.number, key))
-        return key
 
     # ---- calls ----
 
@@ -194,12 +195,12 @@ class Exchange:
                 if number <= self.call.number - KEPT:
                     self.store.delete_key(key)
             self._mine = [(number, key) for number, key in self._mine if number > self.call.number - KEPT]
-            ends = self._read(self._keys("end"), End)
+            ends = self._read(self._keys("end"))
         except Malformed as error:
             return str(error)
         except RuntimeError:  # of the store
             return None
-        return None if ends is None else self.other_tokens([end.tokens for end in ends])  # on the last rank
+        return None if ends is None else self.other_tokens([End(*end).tokens for end in ends])  # on the last rank
 
     def other_tokens(self, found: list[int | None]) -> str | None:
         """A sentence with two ranks that have generated other tokens; None if there are none. found: checksums by rank."""
@@ -214,16 +215,15 @@ class Exchange:
 
     def _ends(self, limit: float) -> list[End]:
         """How the call has ended, on the ranks that have left it within `limit` seconds."""
-        keys, byes = self._keys("end"), self._keys("bye")
         end = time.monotonic() + limit
-        while not self.store.check(keys) and time.monotonic() < end:
+        while not self.store.check(self._keys("end")) and time.monotonic() < end:
             time.sleep(0.01)
         ends = []
-        for key in keys:
+        for rank in self.ranks:
             with contextlib.suppress(Malformed):  # which `failed` reports
-                ends += [self._get(key, End)] if self.store.check([key]) else []
-        self._set("bye", None)
-        while self.rank == self.ranks[0] and time.monotonic() < end and not self.store.check(byes):
+                ends += [End(*found)] if (found := self._of(self.call, "end", rank)) else []
+        self._set("bye", True)
+        while self.rank == self.ranks[0] and time.monotonic() < end and not self.store.check(self._keys("bye")):
             time.sleep(0.01)  # its process may hold the store
         return ends
 
@@ -240,21 +240,20 @@ class Exchange:
             for rank in self.ranks:
                 if rank == self.rank:
                     continue
-                if self.store.check([key := f"{call.number}/failed/{rank}"]):
-                    return self._get(key, str)
-                if self.store.check([key := f"{call.number}/end/{rank}"]):
-                    end = self._get(key, End)
+                if (reason := self._of(call, "failed", rank)) is not None:
+                    return str(reason)
+                if (found := self._of(call, "end", rank)) is not None:
+                    end = End(*found)
                     if call.running and end.error is None and end.steps < call.steps:
                         return (
                             f"Rank {rank} ended generate() after {end.steps} forwards, and rank {self.rank} has begun another. "
                             "Stopping criteria must decide alike on all ranks."
                         )
-                elif self.store.check([key := f"gone/{rank}"]):
-                    return self._get(key, str) or f"Rank {rank} has left: {_LEFT}"
+                elif (gone := self._read([f"gone/{rank}"])) is not None:
+                    return gone[0] or f"Rank {rank} has left: {_LEFT}"
             return self._killed(call)
         except RuntimeError as error:
             return _of_store(error)
-        return None
 
     def behind(self, call: Call) -> str | None:
         """A sentence with a rank that has not begun the present forward of a call for WAIT seconds; None if there is none."""
@@ -262,8 +261,8 @@ class Exchange:
         try:
             self.store.set(f"{call.number}/steps/{self.rank}", encode(steps))
             for rank in self.ranks if time.monotonic() > begun + WAIT else ():
-                key, end = (f"{call.number}/{name}/{rank}" for name in ("steps", "end"))
-                if not self.store.check([end]) and not (self.store.check([key]) and self._get(key, int) >= steps):
+                at = self._of(call, "steps", rank)
+                if self._of(call, "end", rank) is None and (at is None or at < steps):
                     return f"Rank {rank} did not begin forward {steps} of generate() within {WAIT:.0f} seconds."
         except RuntimeError as error:
             return _of_store(error)
@@ -303,10 +302,6 @@ def _harmless(ends: list[End]) -> bool:
         return False
     # Before the first forward, after the last one, or by the same error.
     return ends[0].steps == 0 or any(end.error is None for end in ends) or len({end.error for end in ends}) == 1
-
-
-def _names(ranks: list[int]) -> str:
-    return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
 
 
 def _leave(store: Any, rank: int, reason: str = "") -> None:

@@ -21,19 +21,18 @@ def this_process() -> Process:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             where = file.read().strip() + os.readlink("/proc/self/ns/pid")
-        return Process(where, os.getpid(), _status("self")[1])
+        return Process(where, os.getpid(), _begin_of(os.getpid()))
     except OSError:  # not Linux
         return Process("", os.getpid(), "")
 
 
 class Processes:
-    """Processes of this host, by rank. found: those of all ranks."""
+    """Processes of this host, by rank. found: those of all ranks. One that /proc hides is not watched."""
 
     def __init__(self, found: dict[int, Process]):
         here = this_process()
         others = {rank: each for rank, each in found.items() if here.where and each.where == here.where and each != here}
-        # /proc may hide processes or be that of another container.
-        self._watched = {rank: each for rank, each in others.items() if not _has_ended(each) or _is_free(each.number)}
+        self._watched = {rank: each for rank, each in others.items() if not _has_ended(each)}
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of this rank is known to have ended."""
@@ -42,27 +41,15 @@ class Processes:
 
 def _has_ended(process: Process) -> bool:
     try:
-        state, begin = _status(process.number)
+        return _begin_of(process.number) != process.begin  # another process may have the same number
     except (FileNotFoundError, ProcessLookupError):
         return True
     except OSError:  # of this process, such as too many open files
         return False
-    return state in "ZX" or begin != process.begin  # a zombie, or another process with the same number
 
 
-def _status(number: int | str) -> tuple[str, str]:
-    """(state, time of the begin) of a process."""
+def _begin_of(number: int) -> str:
+    """The time of the begin of a process, "" of a zombie."""
     with open(f"/proc/{number}/stat", encoding="utf-8", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()  # after the name, which may contain spaces
-    return fields[0], fields[19]
-
-
-def _is_free(number: int) -> bool:
-    """Whether no process has this number."""
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
+    return "" if fields[0] in "ZX" else fields[19]

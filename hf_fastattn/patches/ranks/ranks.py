@@ -24,7 +24,7 @@ from ..graphs.one_rank import OneRank, T
 from ..graphs.state import Uncapturable
 from .exchange import Exchange, nothing
 from .facts import Fact, difference, facts
-from .processes import Processes, this_process
+from .processes import Process, Processes, this_process
 
 STOPPED = 30.0  # seconds that a rank whose step stopped waits for the others, which may compile kernels before they stop, too
 RETURN = 2.0  # seconds that a call of another model may take to return: its streamer ends before it
@@ -59,47 +59,44 @@ class Ranks(OneRank):
     def meet(self, settings: Mapping[str, Any]) -> None:
         exchange = self.exchange
         found = exchange.gather("patch()", (facts(settings), this_process()))
-        exchange.processes = Processes(dict(zip(exchange.ranks, (each[1] for each in found), strict=True)))
+        exchange.processes = Processes({rank: Process(*each[1]) for rank, each in zip(exchange.ranks, found, strict=True)})
         if differs := difference(exchange.ranks, [each[0] for each in found]):
             raise ValueError(f"The ranks of this model call patch() differently: {differs}.")
 
     def connect(self, size: int, dtype: torch.dtype) -> str | None:
         exchange, where = self.exchange, ("", "")
         reason: str | None = "Triton is not installed"
-        try:
+        with contextlib.suppress(ImportError):
             from ...kernels.host import symmetric
-        except ImportError:
-            pass
-        else:
+
             reason = symmetric.why_not(exchange.device)
-            where = (symmetric.host(), "" if reason else symmetric.identity(exchange.device))
+            where = symmetric.host(), "" if reason else symmetric.identity(exchange.device)
         found = exchange.gather("patch()", (reason, *where))
         reason = self._first([each[0] for each in found])
         if reason is not None or len({each[1] for each in found}) > 1:
             return reason or "they are on several hosts"
-        reason = symmetric.why_no_access(exchange.device, [each[2] for each in found])
-        if (reason := self._first(exchange.gather("patch()", reason))) is not None:
+        reason = self.refusal(symmetric.why_no_access(exchange.device, [each[2] for each in found]), "patch()")
+        if reason is not None:
             return reason
         from ...kernels.decode.all_reduce import block_bytes
 
-        block, memory, peers = block_bytes(size, dtype), None, None
-        try:
-            memory = symmetric.allocate(len(exchange.ranks), block, exchange.device)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-        reason = self._first(exchange.gather("patch()", reason))  # connect() waits for all ranks
-        if reason is not None:
-            return reason
-        assert memory is not None
-        try:
-            peers = symmetric.connect(exchange.group, block, memory)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-        reason = self._first(exchange.gather("patch()", reason))
-        if reason is None and peers is not None:
-            self.peers = peers
-            exchange.end_waits = peers.release
+        block = block_bytes(size, dtype)
+        memory, reason = self._made(lambda: symmetric.allocate(len(exchange.ranks), block, exchange.device))
+        if memory is not None:  # connect() waits for all ranks
+            self.peers, reason = self._made(lambda: symmetric.connect(exchange.group, block, memory))
+        if self.peers is not None:
+            exchange.end_waits = self.peers.release
         return reason
+
+    def _made(self, make: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What make() returns, or the reason why it fails on this rank or on another."""
+        made, reason = None, None
+        try:
+            made = make()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+        reason = self.refusal(reason, "patch()")
+        return made if reason is None else None, reason
 
     @contextlib.contextmanager
     def call(self, arguments: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
@@ -163,29 +160,31 @@ class Ranks(OneRank):
     ) -> list[int] | None:
         exchange, device = self.exchange, self.exchange.device
         mine = {**self.arguments, **facts({"generation_config": config, **settings})}
-        random = _random_state(device) if config.do_sample and exchange.rank == exchange.ranks[0] else None
+        generator, leads = hf.generator_of(device), exchange.rank == exchange.ranks[0]
+        random = generator.get_state().numpy().tobytes().hex() if config.do_sample and leads else None
         found = exchange.gather("the begin of generate()", (mine, idle, needed, free_bytes(device), random, may_wait, self.last))
-        if differs := difference(exchange.ranks, [each[0] for each in found]):
+        arguments, idles, needs, free, randoms, waits, lasts = map(list, zip(*found, strict=True))
+        if differs := difference(exchange.ranks, arguments):
             raise ValueError(
                 f"generate() is called differently on the ranks of this model: {differs}. Pass the same inputs on all ranks."
             )
-        if (differs := exchange.other_tokens([each[6] for each in found])) is not None:
+        if (differs := exchange.other_tokens(lasts)) is not None:
             raise RuntimeError(f"{differs} This was the last call.")
-        self.may_wait = all(each[5] for each in found)
+        self.may_wait = all(waits)
         if config.max_time is not None or self.has_clock:
             raise ValueError(
                 "Each rank measures max_time for itself, and ranks that stop at different tokens would wait for each other. Use "
                 "max_new_tokens."
             )
-        common = [serial for serial in idle if all(serial in each[1] for each in found)]
-        for rank, (_, _, needs, free, *_) in zip(exchange.ranks, found, strict=True):
-            if not common and free is not None and free < needs:
+        common = [serial for serial in idle if all(serial in each for each in idles)]
+        for rank, need, left in zip(exchange.ranks, needs, free, strict=True):
+            if not common and left is not None and left < need:
                 raise MemoryError(
-                    f"The cache of this call needs {needs} bytes ({needs / 2**30:.2f} GiB) on rank {rank}, and {free} "
-                    f"({free / 2**30:.2f} GiB) are free there. Ask for fewer new tokens, fewer rows or a shorter prompt."
+                    f"The cache of this call needs {need} bytes ({need / 2**30:.2f} GiB) on rank {rank}, and {left} "
+                    f"({left / 2**30:.2f} GiB) are free there. Ask for fewer new tokens, fewer rows or a shorter prompt."
                 )
-        if found[0][4] is not None:
-            _set_random_state(device, found[0][4])
+        if randoms[0] is not None:
+            generator.set_state(torch.frombuffer(bytearray.fromhex(randoms[0]), dtype=torch.uint8))
         exchange.run()
         return common
 
@@ -206,9 +205,8 @@ class Ranks(OneRank):
     def every(self, what: str, value: bool) -> bool:
         return all(self.exchange.gather(what, value))
 
-    def refusal(self, reason: str | None) -> str | None:
-        found = self.exchange.gather("the first step of a decode graph", reason)
-        return self._first(found)
+    def refusal(self, reason: str | None, what: str = "the first step of a decode graph") -> str | None:
+        return self._first(self.exchange.gather(what, reason))
 
     def settle(self, entry: Entry) -> None:
         state = "captured" if entry.graph is not None else "warm" if entry.warm else "new"
@@ -308,16 +306,3 @@ def least_bytes(model: hf.PreTrainedModel, kinds: tuple[hf.Kind, ...], rows: int
     for shape, kind in zip(hf.layer_shapes(model.config), kinds, strict=False):
         total += kind.sees(tokens) * shape.num_kv_heads * (shape.head_dim + shape.value_dim)
     return rows * total * model.dtype.itemsize // hf.num_ranks(model)
-
-
-def _random_state(device: torch.device) -> bytes:
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state.numpy().tobytes()
-
-
-def _set_random_state(device: torch.device, state: bytes) -> None:
-    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(tensor, device)
-    else:
-        torch.set_rng_state(tensor)
