@@ -6,6 +6,7 @@ graphs are rehearsed, captured (which runs the model's Python) and replayed (whi
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +75,19 @@ def recipe_of(name: str, target: tuple[int, int]) -> warm.Recipe:
     return warm.Recipe.of(hf.model_on_meta(cls(**options), torch.bfloat16), None, target)
 
 
+class _Device(OfflineDriver):
+    """A device of its own, for which no other test has compiled anything."""
+
+    numbers = itertools.count(2000)
+
+    def __init__(self, arch: int):
+        super().__init__(arch)
+        self.number = next(self.numbers)
+
+    def get_current_device(self) -> int:
+        return self.number
+
+
 @contextmanager
 def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, Kernel]]]:
     """A context in which CPU tensors are on a GPU; yields a patched model with few layers, and what it has compiled."""
@@ -88,7 +102,7 @@ def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, 
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", OfflineDriver(arch))
+        patch.setattr(driver, "_active", _Device(arch))
         patch.setattr(JITFunction, "_do_compile", compile_)
         patch.setattr(gpu, "arch", lambda device: arch)
         patch.setattr(gpu, "num_sms", lambda device: sms)

@@ -269,7 +269,7 @@ def test_shared_memory_and_registers(name, arch, shape, tmp_path):
 @pytest.mark.parametrize(
     "name, q_len, most_registers, most_instructions",
     [
-        ("lean", 1, 248, 2200),
+        ("lean", 1, 250, 2200),
         ("split_kv", 1, 255, 2450),
         ("prefill", 2048, 251, 2750),
         ("append", 0, 30, 140),
@@ -287,7 +287,8 @@ def test_plain_keys_and_values_pay_nothing_for_forms(name, q_len, most_registers
             run(head_dim=128)
         binary = read(compiled[f"{name}_kernel"], tmp_path)
     sass = subprocess.run([BIN / "nvdisasm", "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
-    assert binary.stack == 0 and binary.registers <= most_registers
+    # Triton 3.9 keeps one value of split_kv in memory, outside of the loops over tiles.
+    assert binary.stack <= (8 if name == "split_kv" else 0) and binary.registers <= most_registers
     assert len(re.findall(r"/\*[0-9a-f]{4,}\*/ +.*;", sass)) <= most_instructions
 
 
@@ -378,16 +379,16 @@ def test_of_one_program_per_sm_two_do_not_fit(head_dim, group, sinks, tmp_path, 
 
 
 @pytest.mark.slow
-def test_two_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
+def test_four_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
     """Each warp merges rows of its own. If warps shared rows, sums over partial results would take twice the registers."""
     merge = pytest.importorskip("hf_fastattn.kernels.attention.prefill_hopper.merge")
     q, k = torch.zeros(1, 32, 300, 128, dtype=torch.bfloat16), torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
     k = k.expand(1, 8, 8192, 128)
     given = Call.of((q, k, k, *[None] * 6), PLAIN, Spec(causal=False), False)
     with compiling(merge, ("merge_shares_kernel",), 90) as compiled:
-        merge.merge_shares(given, 4, (10, 8, 8, 8, 0), 7, 128, 128, 0)(q, q, torch.zeros(1), q, q)
+        merge.merge_shares(given, 4, (10, 8, 8, 8, 0), 7, 128, 128, 0)(q, q, torch.zeros(1), spans.no_spans(q.device, False), q)
     (kernel,) = compiled.values()
-    assert kernel.metadata.num_warps == 8 and 2 * 8 * 32 * read(kernel, tmp_path).registers <= 65536
+    assert 4 * kernel.metadata.num_warps * 32 * read(kernel, tmp_path).registers <= 65536
 
 
 @pytest.mark.parametrize("arch", NEW)

@@ -305,7 +305,7 @@ def _tile_loops(sass):
     return [loop for loop in loops if sum("BAR.ARV" in line for line in loop) == 1 and any("HGMMA" in line for line in loop)]
 
 
-SHARES = {"HAS_WORDS": True, "HAS_SINK_LOGITS": True, "WRITE_LSE": True}
+SHARES = {"HAS_SINK_LOGITS": True, "WRITE_LSE": True}
 COMPILED = [  # widths of heads, changes to the configuration, flags
     *((d, dv, {}, {}) for d, dv in (*((d, d) for d in (*WHOLE, 40, 80, 96, 112, 192, 224)), (192, 128), (64, 256))),
     *((d, d, {"split": True, "pack": n}, SHARES) for d, n in ((64, 8), (96, 1), (128, 1), (128, 4), (256, 64))),
