@@ -7,8 +7,10 @@ graphs are rehearsed, captured (which runs the model's Python) and replayed (whi
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -182,6 +184,12 @@ class Life:
             yield from self.chat(self.random.randint(20, 20_000), [self.length(2, 11) for _ in range(12)], 32_768)
         for rows in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64):
             yield from (self.generate(self.length(3, 10), rows, new=3) for _ in range(2))
+
+
+def met_apart(recipe: warm.Recipe, part: str) -> list[Kernel]:
+    """`met` in a process of its own: launches that a process has prepared for one GPU are not those of another."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(met, recipe, part).result()
 
 
 def met(recipe: warm.Recipe, part: str) -> list[Kernel]:

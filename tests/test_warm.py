@@ -66,7 +66,7 @@ def test_the_list_of_a_model_is_short_and_begins_with_what_its_first_call_needs(
 )
 def test_the_list_has_what_an_hour_meets(name, target):
     recipe = lives.recipe_of(name, TARGETS[target])
-    met, kernels = lives.met(recipe, "hour"), warm.listed(recipe)
+    met, kernels = lives.met_apart(recipe, "hour"), warm.listed(recipe)
     assert len(met) > 15
     assert not [kernel for kernel in met if kernel not in kernels]
 
@@ -78,7 +78,7 @@ def test_the_list_has_what_an_hour_meets(name, target):
 )
 def test_the_list_has_what_a_life_meets_and_little_more(name, target, part):
     recipe = lives.recipe_of(name, TARGETS[target])
-    met, kernels = lives.met(recipe, part), warm.listed(recipe)
+    met, kernels = lives.met_apart(recipe, part), warm.listed(recipe)
     assert not [kernel for kernel in met if kernel not in kernels]
     assert part != "whole" or len(kernels) <= SURPLUS * len(met)
 
