@@ -32,7 +32,7 @@ from hf_fastattn import hf
 
 from . import families, modes
 from .models import SHAPES, dtype_for, load
-from .results import add_options, command, conditions, find_device, listed, need_gpu, progress
+from .results import add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
 from .runs import Prompt, free, make_prompt, synchronize
 
 METHOD = "greedy generate() with lm-eval's stopping criteria; both models in the same process, medians of passes over all calls"
@@ -190,8 +190,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.evalua
     recorded = json.loads(args.calls.read_text(encoding="utf-8"))
     runs = {run["name"]: run for run in recorded["runs"]}
     chosen = list(runs) if args.only is None else args.only
-    if unknown := set(chosen) - set(runs):
-        parser.error(f"unknown runs {', '.join(sorted(unknown))}; known are {', '.join(runs)}.")
+    check_names(parser, chosen, runs, "runs")
     need_gpu(parser, args, [args.shape])
     device = find_device(args.device)
     torch.manual_seed(0)

@@ -30,7 +30,7 @@ from hf_fastattn.patches import Patch, patch
 
 from . import families
 from .models import SHAPES, Subject, dtype_for, load, of_random_weights
-from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
 from .runs import free, synchronize, twin
 
 METHOD = "greedy generate(); both models in the same process, medians"
@@ -262,8 +262,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     parser.add_argument("--keep", action="store_true", help="keep the rows of other modes in the JSON")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
-    if unknown := set(args.only) - set(modes):
-        parser.error(f"unknown modes {', '.join(sorted(unknown))}; known are {', '.join(modes)}.")
+    check_names(parser, args.only, modes, "modes")
     lengths = (args.past, args.prompt, *args.prompts)
     need_gpu(parser, args, [args.shape], {f"a text of {n} tokens": n * n for n in lengths})
     return args

@@ -25,7 +25,7 @@ from hf_fastattn.patches.calls import unpadded
 
 from . import families
 from .models import SHAPES, Subject, dtype_for, load
-from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
 from .runs import Prompt, Run, free, make_prompt, run, twin
 
 METHOD = "greedy generate() from the prompt on, in one process; under patch() in turn, medians"
@@ -129,8 +129,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.prompt
     parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
     add_options(parser, seconds=400)
     args = parser.parse_args(argv)
-    if unknown := set(args.only) - set(CASES):
-        parser.error(f"unknown cases {', '.join(sorted(unknown))}; known are {', '.join(CASES)}.")
+    check_names(parser, args.only, CASES, "cases")
     need_gpu(parser, args, [args.shape])
     device = find_device(args.device)
     head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "s a call"}

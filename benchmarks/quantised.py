@@ -26,7 +26,7 @@ from hf_fastattn.patches import patch
 from . import families
 from .grid import pairs, row_lengths
 from .models import SHAPES, Subject, dtype_for
-from .results import command, conditions, find_device, listed, need_gpu, progress
+from .results import check_names, command, conditions, find_device, listed, need_gpu, progress
 from .runs import make_prompt, run, twin
 
 CASES = ["1x512", "8x512"]
@@ -103,8 +103,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.quanti
     families.add_step_options(parser, ",".join(CASES), (256, 1024), tokens=24)
     args = parser.parse_args(argv)
     args.unchecked, cases = False, args.cases or CASES
-    if unknown := set(args.only) - set(SCHEMES):
-        parser.error(f"unknown schemes {', '.join(sorted(unknown))}; known are {', '.join(SCHEMES)}.")
+    check_names(parser, args.only, SCHEMES, "schemes")
     need_gpu(parser, args, [args.shape], pairs(cases, args.padded))
     device = find_device(args.device)
     longest = max(max(row_lengths(case, args.padded)) for case in cases) + args.tokens + 64

@@ -41,7 +41,7 @@ from .grid import pairs, row_lengths
 from .models import COMMON, SHAPES, dtype_for, step_bytes, with_share
 from .ranks_group import Group, end_after, join
 from .ranks_rivals import MODELS, MORE, NAMES, NO_TIME, OURS, SHARED, check, fills, measure, why_not
-from .results import Results, add_options, command, conditions, listed, need_gpu
+from .results import Results, add_options, check_names, command, conditions, listed, need_gpu
 from .runs import free, make_prompt
 
 METHOD = "greedy generate() that continues from a cache, 6th new token to last; replays by events around ten; medians"
@@ -141,8 +141,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     args = parser.parse_args(argv)
     known = [name for name in NAMES if name in SHARED or not args.share_of]  # a share is no model for one GPU
     args.rivals = args.rivals or known
-    if unknown := set(args.rivals) - set(known):
-        parser.error(f"unknown rivals {', '.join(sorted(unknown))}; known are {', '.join(known)}.")
+    check_names(parser, args.rivals, known, "rivals")
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error("start it with several processes: torchrun --nproc-per-node 2 -m benchmarks.ranks")
     if args.share_of and args.share_of < int(os.environ["WORLD_SIZE"]):

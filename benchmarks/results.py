@@ -84,6 +84,12 @@ def listed(text: str) -> list[str]:
     return [item for item in text.split(",") if item]
 
 
+def check_names(parser: argparse.ArgumentParser, chosen: Iterable[str], known: Iterable[str], what: str) -> None:
+    """A command line error for names that are not known. what: what they name, in the plural."""
+    if unknown := {*chosen} - {*known}:
+        parser.error(f"unknown {what} {', '.join(sorted(unknown))}; known are {', '.join(known)}.")
+
+
 def _folder(name: str) -> Path:
     try:
         prepare_folder(name)

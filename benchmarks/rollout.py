@@ -30,7 +30,7 @@ from hf_fastattn.patches import patch
 
 from . import families
 from .models import SHAPES, dtype_for, of_random_weights
-from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
 from .runs import Prompt, free, make_prompt, synchronize, twin
 
 METHOD = "sampled generate() with TRL's arguments, a step of AdamW between two calls; stock and patch() in the same process"
@@ -212,8 +212,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.rollou
     parser.add_argument("--keep", action="store_true", help="keep the other rows in the JSON")
     add_options(parser, seconds=225)
     args = parser.parse_args(argv)
-    if unknown := set(args.only) - set(PRECISIONS):
-        parser.error(f"unknown precisions {', '.join(sorted(unknown))}; known are {', '.join(PRECISIONS)}.")
+    check_names(parser, args.only, PRECISIONS, "precisions")
     need_gpu(parser, args, [args.shape])
     device = find_device(args.device)
     head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "s a rollout", "given": GIVEN}

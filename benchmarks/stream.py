@@ -34,7 +34,7 @@ from hf_fastattn.streaming import Settings
 
 from . import shapes, timing
 from .models import SHAPES, Subject, dtype_for, load
-from .results import Results, add_options, command, conditions, find_device, need_gpu, progress
+from .results import Results, add_options, check_names, command, conditions, find_device, need_gpu, progress
 from .runs import Prompt, compare, free, make_prompt, rewind, run, synchronize, twin
 
 PARTS = ("read", "ring", "update")  # in this order: the last needs a profiler, which slows all later launches
@@ -289,8 +289,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.stream
     parser.add_argument("--steps", type=int, default=2000, help="tokens generated at each point (default: %(default)s)")
     add_options(parser, seconds=280)
     args = parser.parse_args(argv)
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"unknown parts {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}.")
+    check_names(parser, args.parts, PARTS, "parts")
     spent = args.steps + 5 * BLOCK  # the next point begins after the tokens that a point generates
     if any(b - a < spent for a, b in zip([args.window, *args.points], args.points, strict=False)):
         parser.error(
