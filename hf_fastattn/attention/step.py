@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ class Packed:
     (tokens,). ends: cumulative numbers of tokens of the prompts that are read, from 0, int32. last: the index of the last token
     of each of them, int64 on the CPU. of_row, source: for each row, which of these prompts it has, and the row that is read,
     int64 (rows,); None if each row has its own. holes: whether padding lies between tokens of a row, which a window counts.
-    stored, attended: numbers of layers that have stored K and V, and of calls of attention.
+    stored, attended: numbers of layers that have stored K and V, and of calls of attention. places: results of place().
     """
 
     rows: int
@@ -47,11 +47,19 @@ class Packed:
     slot: torch.Tensor
     ends: torch.Tensor
     holes: bool
-    last: Any = None
+    last: torch.Tensor
     of_row: torch.Tensor | None = None
     source: torch.Tensor | None = None
     stored: int = 0
     attended: int = 0
+    places: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def place(self, device: torch.device, keep: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(row, slot) of each token in a buffer that keeps the last `keep` slots; of the others slot `keep`, which is free."""
+        if (device, keep) not in self.places:  # layers of one kind have the same
+            slot = self.slot.to(device) - (self.width - keep)
+            self.places[device, keep] = self.row.to(device), torch.where(slot < 0, keep, slot)
+        return self.places[device, keep]
 
 
 class Step:

@@ -260,12 +260,10 @@ class Layer(Replaceable):
         if not self.is_initialized:
             self.lazy_initialization(padded[0], padded[1])
         keep = width if width <= track.capacity else track.kept(width)
-        slot = packed.slot.to(self.device) - (width - keep)
-        slot = torch.where(slot < 0, keep, slot)  # what a window drops: this slot is free
-        row = packed.row.to(self.device)
+        place = packed.place(self.device, keep)
         for buffer, x in zip(self.buffers, self.joined(*states), strict=True):
             buffer[:, :, :keep] = 0
-            buffer.transpose(1, 2)[row, slot] = x[0].transpose(0, 1)
+            buffer.transpose(1, 2)[place] = x[0].transpose(0, 1)
             if packed.source is not None:
                 selected(buffer, packed.source, keep)
         self.seen, self.base = width, width - keep

@@ -66,6 +66,7 @@ def code_of_user(model: hf.PreTrainedModel, config: hf.PreTrainedConfig) -> str 
     api = torch.nn.modules.module
     if api._global_forward_hooks or api._global_forward_pre_hooks:
         return "a global forward hook is registered"
+    rate = _draws(config)
     for module in model.modules():
         kind, own = type(module).__name__, vars(module)
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
@@ -75,7 +76,7 @@ def code_of_user(model: hf.PreTrainedModel, config: hf.PreTrainedConfig) -> str 
             return f"{kind}.forward() is of no installed package"
         if module.training and isinstance(module, _DropoutNd) and module.p:
             return f"{kind} draws random numbers"
-        if module.training and (rate := _draws(config)) is not None:
+        if module.training and rate is not None:
             return f"{rate} draws random numbers in training mode"
     return None
 
@@ -125,11 +126,9 @@ def pack(given: dict[str, Any]) -> Packed | None:
     chosen, copies = on_device[0], on_device[1]
     # The indices of live tokens, in order, without a second synchronisation: a stable sort puts them first.
     index = (~live[chosen].flatten()).to(torch.uint8).argsort(stable=True)[:tokens]
-    packed = Packed(rows, width, chosen[index // width], index % width, on_device[2].to(torch.int32), bool(holes))
-    packed.last = torch.tensor(ends[1:], device="cpu") - 1
-    if len(read) < rows:
-        packed.of_row, packed.source = copies, chosen[copies]
-    return packed
+    tokens_at = chosen[index // width], index % width, on_device[2].to(torch.int32)
+    last = torch.tensor(ends[1:], device="cpu") - 1
+    return Packed(rows, width, *tokens_at, bool(holes), last, *((copies, chosen[copies]) if len(read) < rows else ()))
 
 
 def _positions(given: dict[str, Any]) -> torch.Tensor:
