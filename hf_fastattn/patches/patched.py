@@ -27,6 +27,8 @@ from .graphs.state import MARK
 if TYPE_CHECKING:
     from .ahead import Ahead
 
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # of the calls for which kernels are compiled ahead
+LONGEST = 1 << 17  # tokens of all rows in a prompt of these calls
 _UNDONE = "This patch is already undone; call hf_fastattn.patch() to patch the model again."
 
 
@@ -223,7 +225,7 @@ class Patch:
         self._configs.restore(model)
         vars(model).pop(MARK, None)
 
-    def warm(self, rows: Iterable[int] = (1, 2, 4, 8, 16, 32, 64), tokens: int = 1 << 17, graphs: bool = False) -> str:
+    def warm(self, rows: Iterable[int] = ROWS, tokens: int = LONGEST, graphs: bool = False) -> str:
         """Compile the kernels of this model now, in other processes, for calls of so many rows and texts of `tokens` at most.
 
         graphs: also capture the decode step of each number of rows, by a short generate(). Returns a sentence with the number of

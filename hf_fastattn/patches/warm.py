@@ -26,11 +26,11 @@ from ..kernels.spec import KV
 from .graphs.buckets import launch_bound, several
 from .graphs.entry import KEEP, Entry
 from .graphs.state import MARK
+from .patched import LONGEST as LONGEST
+from .patched import ROWS as ROWS
 from .patched import Patch
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 BEAMS = 8  # the most rows that beam search is expected to have
-LONGEST = 1 << 17  # tokens of all rows in a prompt
 # Numbers of tokens: before those of a forward, in a prompt, in a graph of several tokens, and in one whose logits are all used.
 DEPTHS = (100, 300, 700, 1500, 3000, 6000, 12_000, 24_000, 60_000)
 PROMPTS = (5, 10, 16, 24, 40, 64, 100, 180, 300, 600, 1200, 2500, 5000, 10_000, 20_000)
