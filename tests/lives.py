@@ -6,7 +6,6 @@ graphs are rehearsed, captured (which runs the model's Python) and replayed (whi
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compile_offline import OfflineDriver
+from test_compile_offline import NewDevice
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -32,7 +31,7 @@ from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.fused import experts, subclass
 from hf_fastattn.patches.graphs import graphs
 
-packages.PACKAGES |= {__name__, OfflineDriver.__module__}  # what records a step is no code of the model
+packages.PACKAGES |= {__name__, NewDevice.__module__}  # what records a step is no code of the model
 Call = Callable[[], object]
 LONG = {"max_position_embeddings": 140_000}
 LLAMA_1B = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
@@ -77,19 +76,6 @@ def recipe_of(name: str, target: tuple[int, int]) -> warm.Recipe:
     return warm.Recipe.of(hf.model_on_meta(cls(**options), torch.bfloat16), None, target)
 
 
-class _Device(OfflineDriver):
-    """A device of its own, for which no other test has compiled anything."""
-
-    numbers = itertools.count(2000)
-
-    def __init__(self, arch: int):
-        super().__init__(arch)
-        self.number = next(self.numbers)
-
-    def get_current_device(self) -> int:
-        return self.number
-
-
 @contextmanager
 def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, Kernel]]]:
     """A context in which CPU tensors are on a GPU; yields a patched model with few layers, and what it has compiled."""
@@ -104,7 +90,7 @@ def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, 
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "_active", _Device(arch))
+        patch.setattr(driver, "_active", NewDevice(arch))
         patch.setattr(JITFunction, "_do_compile", compile_)
         patch.setattr(gpu, "arch", lambda device: arch)
         patch.setattr(gpu, "num_sms", lambda device: sms)

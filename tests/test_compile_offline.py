@@ -78,6 +78,19 @@ class OfflineDriver:
         return GPUTarget("cuda", self.arch, 32)
 
 
+class NewDevice(OfflineDriver):
+    """A device of its own, for which nothing is compiled yet: Triton keeps what other tests compile by device."""
+
+    numbers = itertools.count(1000)
+
+    def __init__(self, arch: int):
+        super().__init__(arch)
+        self.number = next(self.numbers)
+
+    def get_current_device(self):
+        return self.number
+
+
 class CompileOnly:
     """A Triton kernel that is compiled instead of being launched."""
 

@@ -4,7 +4,6 @@ Triton computes the key of each launch, with types, alignments and constants, an
 """
 
 import importlib
-import itertools
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("interpreted kernels have no variants", allow_module_level=True)
 
-from test_compile_offline import OfflineDriver
+from test_compile_offline import NewDevice
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -37,19 +36,6 @@ OTHERS = (*range(201, 2600, 126), 4096, 5001, 20_000, 100_000)
 TRAINED = [(16, 8, 64, True), (8, 8, 64, False), (2, 2, 128, False), (32, 8, 128, True), (8, 4, 256, True)]
 SERVED = [(8, 8, 64), (32, 8, 128), (28, 4, 128), (71, 1, 64), (16, 16, 72), (256, 32, 128)]
 MANY_HEADS = [(12, 12, 64), (56, 56, 64), (24, 24, 88), (32, 32, 128), (96, 96, 128)]
-
-
-class NewDevice(OfflineDriver):
-    """A device of its own, for which nothing is compiled yet: Triton keeps what other tests compile by device."""
-
-    numbers = itertools.count(1000)
-
-    def __init__(self, arch: int):
-        super().__init__(arch)
-        self.number = next(self.numbers)
-
-    def get_current_device(self):
-        return self.number
 
 
 @pytest.fixture
