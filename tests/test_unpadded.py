@@ -247,6 +247,25 @@ def test_a_cache_of_the_caller_and_a_second_turn():
         assert patch.skipped_tokens == SKIPPED // 2
 
 
+def test_slots_of_padding_are_zero():
+    """Attention multiplies them by zero, and an earlier call over the same buffers may have left NaN there."""
+    model = tiny("mistral", "eager", sliding_window=16)
+    with hf_fastattn.patch(model) as patch:
+        cache = PreallocatedCache(model)
+        for _ in range(2):
+            cache.reset()
+            for layer in cache.layers:
+                for buffer in layer.buffers:
+                    buffer.fill_(torch.nan)
+            generate(model, RAGGED, past_key_values=cache, max_new_tokens=1)
+        assert patch.skipped_tokens
+    dead = RAGGED["attention_mask"] == 0
+    for layer in cache.layers:
+        for x in (layer.keys, layer.values):
+            kept = dead[:, WIDTH - x.shape[2] :]
+            assert not x.transpose(1, 2)[kept].any() and x.transpose(1, 2)[~kept].any()
+
+
 def test_an_exception_leaves_the_cache_empty(monkeypatch):
     model = tiny("llama", "eager")
     expected = generate(model, RAGGED).sequences
