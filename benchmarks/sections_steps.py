@@ -71,20 +71,21 @@ def rollout(result: dict) -> str:
 
 
 def prompts(result: dict) -> str:
+    labels = {"stock": "stock", "padded": "padding read", "patched": "`patch()`"}
+    names = [name for name in labels if any(name in row for row in result["rows"])]
     rows = []
     for row in result["rows"]:
-        live = sum(row["lengths"])
-        rivals = [row.get(name) for name in ("stock", "padded", "patched")]
-        firsts = [figure(found and found["first_token_s"], 3) for found in rivals]
-        speeds = [figure(found and found["tokens_per_s"], 0) for found in rivals]
-        peaks = [figure(found and found["peak_bytes"] and found["peak_bytes"] / 1e9, 1) for found in rivals]
-        share = f"{live} of {max(row['lengths']) * len(row['lengths']) * row['copies']}"
-        ratio = figure(rivals[1]["first_token_s"] / rivals[2]["first_token_s"], 2, "x")
-        rows.append([row["case"], share, *firsts, ratio, *speeds, *peaks])
-    names = ("stock", "padding read", "`patch()`")
-    head = ["case", "tokens read", *(f"first token s, {name}" for name in names), "padding read / `patch()`"]
-    head += [*(f"tokens/s, {name}" for name in names), *(f"peak GB, {name}" for name in names)]
+        read = f"{sum(row['lengths'])} of {max(row['lengths']) * len(row['lengths']) * row['copies']}"
+        firsts, speeds, peaks = ([row.get(name, {}).get(what) for name in names] for what in _OF_PROMPTS)
+        ratio = row["padded"]["first_token_s"] / row["patched"]["first_token_s"]
+        figures = [*(figure(each, 3) for each in firsts), figure(ratio, 2, "x"), *(figure(each, 0) for each in speeds)]
+        rows.append([row["case"], read, *figures, *(figure(each and each / 1e9, 1) for each in peaks)])
+    head = ["case", "tokens read", *(f"first token s, {labels[name]}" for name in names), "padding read / `patch()`"]
+    head += [f"{what}, {labels[name]}" for what in ("tokens/s", "peak GB") for name in names]
     return f"**Batches of prompts**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
+
+
+_OF_PROMPTS = ("first_token_s", "tokens_per_s", "peak_bytes")
 
 
 def quantised(result: dict) -> str:
