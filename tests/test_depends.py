@@ -342,6 +342,27 @@ def test_each_change_is_noticed(name, prepared, monkeypatch):
         assert path.now() or (last.snapshot.tensors(model) is None and first.differs(last.current(model)[0]))
 
 
+@needs_triton
+def test_the_description_of_a_launch_is_no_code_of_the_users(monkeypatch):
+    """It runs a function that Triton has generated; the first launch of a kernel may be in a rehearsal."""
+    import triton
+
+    from hf_fastattn.kernels.ahead import describe
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    kernel = triton.jit(_kernel)
+
+    class Launches(torch.nn.Module):
+        def forward(self, **_):
+            describe.describe(kernel, (torch.ones(1, device="meta"), 1), {"num_warps": 4}, 90)
+
+    assert [each for each in recorded(Launches())[1] if "generated code" in each] == []
+
+
+def _kernel(x, n):
+    pass
+
+
 def test_a_snapshot_keeps_nothing_of_the_model_alive(model, without_collector):
     last = Last()
     model.model.layers[0].mlp.held = [torch.ones(3)]

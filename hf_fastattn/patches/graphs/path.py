@@ -23,7 +23,8 @@ from ... import hf
 OF_A_PROMPT = frozenset({"rope_deltas"})  # attributes in which models store what belongs to one prompt (Qwen-VL)
 _REPLACED = frozenset({"__init__", "__setstate__"})  # of modules by the first torch.compile of a process; no step runs them
 _NOTES = frozenset({"__annotations__", "__slotnames__", "__doc__"})  # on classes, which no step reads
-_GENERATED = ("triton.runtime.jit", "namedtuple_")  # run functions that they have generated, or are the modules of such
+# Run functions that Triton has generated, or are the modules of generated functions.
+_GENERATED = ("triton.runtime.jit", "hf_fastattn.kernels.ahead.describe", "namedtuple_")
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _of_class = attrgetter("__mro__")
 
