@@ -5,6 +5,7 @@ import functools
 import gc
 import itertools
 import pickle
+import sys
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 import hf_fastattn
 from hf_fastattn import hf
+from hf_fastattn.hf import experts
 from hf_fastattn.hf.llama import is_embedding
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches.fused import linears, subclass
@@ -396,3 +398,13 @@ def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
             torch.testing.assert_close(model(ids).logits, right)
             monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: 2 * x)
             assert not torch.allclose(model(ids).logits, right)
+
+
+def test_other_models_are_not_imported_to_compare_with_their_code(monkeypatch):
+    for name in ("phi3", "deepseek_v3", "qwen3_5_moe"):
+        monkeypatch.setitem(sys.modules, f"transformers.models.{name}.modeling_{name}", None)
+    experts._routing.cache_clear()
+    model = tiny("llama")
+    assert not any(
+        hf.is_phi3s_mlp(type(module).forward) or hf.routing(type(module).forward, module) for module in model.modules()
+    )

@@ -15,7 +15,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from ..kernels import mixture
-from .llama import _is_same_code, activations
+from .llama import _is_same_code, activations, reads
 
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")  # what a model runs if no other kernel is requested
 Experts = Callable[..., torch.Tensor]
@@ -137,6 +137,8 @@ def routing(forward: object, module: Any) -> Routing | None:
 
 @cache
 def _routing(forward: object) -> Routing | None:
+    if not reads(forward, "top_k"):
+        return None
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter

@@ -18,6 +18,8 @@ def is_llamas_mlp(forward: object) -> bool:
 
 def is_phi3s_mlp(forward: object) -> bool:
     """Whether this is forward() of Phi-3's MLP: Llama's with one linear layer for gate and up."""
+    if not reads(forward, "gate_up_proj"):
+        return False
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
     return _is_same_code(forward, Phi3MLP.forward)
@@ -83,6 +85,11 @@ def activation_name(act: torch.nn.Module) -> str | None:
         tanh = function.func is torch.nn.functional.gelu and function.keywords == {"approximate": "tanh"} and not function.args
         return "gelu_tanh" if tanh else None
     return None
+
+
+def reads(function: object, name: str) -> bool:
+    """Whether a Python function uses this name. To ask before the file of another model is imported, to compare with its code."""
+    return name in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def _is_same_code(function: object, llamas: object) -> bool:
