@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import importlib
@@ -33,6 +34,7 @@ class Ahead:
         self.server: server.Server | None = None
         self.thread = threading.Thread(target=self._run, name="hf_fastattn: kernels", daemon=True)
         self.thread.start()
+        _begun.add(self)
 
     def _run(self) -> None:
         try:
@@ -44,7 +46,7 @@ class Ahead:
                 importlib.import_module(name)
             if self.server is None or self.closed:
                 return
-            kernels = warm.listed(self.recipe)
+            kernels = warm.listed(self.recipe, stop=self._stop)
             self.server.run(kernels)
             if self.server.failed and not self.closed:
                 self.reason = f"{len(self.server.failed)} did not compile ahead: {next(iter(self.server.failed.values()))}"
@@ -53,16 +55,31 @@ class Ahead:
             elif not self.closed:
                 self.reason = "the process that compiled them has ended"
         except Exception as error:  # a model of which no small copy can be made; a full disk
-            self.reason = f"{type(error).__name__}: {error}"
+            self.reason = None if self.closed else f"{type(error).__name__}: {error}"
         finally:
             if self.server is not None:
                 self.server.close()
+
+    def _stop(self) -> None:
+        if self.closed:
+            raise InterruptedError
 
     def close(self) -> None:
         """End the work."""
         self.closed = True
         if self.server is not None:
             self.server.close()
+
+
+_begun: weakref.WeakSet[Ahead] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Wait for the threads: the end of the interpreter would end them within torch's code, which ends the process by a signal."""
+    for each in [*_begun]:
+        each.close()
+        each.thread.join()
 
 
 def begin(model: hf.PreTrainedModel, lazily: bool) -> Ahead | None:
@@ -83,7 +100,7 @@ def begin(model: hf.PreTrainedModel, lazily: bool) -> Ahead | None:
     except (ValueError, RuntimeError):  # no kernels that are known ahead, or no GPU that runs them
         return None
     made = Ahead(recipe)
-    weakref.finalize(model, made.close)  # also at the end of the process
+    weakref.finalize(model, made.close)
     return made
 
 

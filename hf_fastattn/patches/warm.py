@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,8 @@ def kernels_of(
     backend: str | None = None,
     target: tuple[int, int] | None = None,
 ) -> list[Kernel]:
-    """The kernels that a model launches in inference with patch(): those of a first call, then the others, the slowest first.
+    """The kernels that a model launches in inference with patch(): those of a first call, of a second one, then the others;
+    of each, the slowest first.
 
     rows: of its calls. tokens: the longest text. backend: for a model that is not patched; "lean" if None. target: (compute
     capability, number of multiprocessors) of the GPU, as (90, 132), which this process need not have; None for that of the model.
@@ -114,19 +115,25 @@ def kernels_of(
     return listed(Recipe.of(model, backend, target), rows, tokens)
 
 
-def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) -> list[Kernel]:
-    """`kernels_of` a recipe, from any thread."""
+def listed(
+    recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST, stop: Callable[[], None] | None = None
+) -> list[Kernel]:
+    """`kernels_of` a recipe, from any thread. stop: called now and then; what it raises ends the work."""
     rows = sorted(set(rows))
     one, depths, graph = rows[:1] if rows[0] == 1 else [], [depth for depth in DEPTHS if depth < tokens], recipe.graph
     prompts = [length for length in PROMPTS if length <= tokens]
     between = sorted({*rows, *(count * part // 4 for count in rows[:-1] for part in (5, 6))})  # other batches up to the largest
-    with describing(recipe.target) as found, torch.no_grad():
+    with describing(recipe.target, stop) as found, torch.no_grad():
         model = recipe.small()
         patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), graph, recipe.fuse, None)
         run = _Forwards(model, patch)
-        for point in (_Point(tokens=100, past=0), _Point(past=100, captured=graph)):  # the first call
-            run(point)
-        first = len(found)
+        ends = [0]
+        prompt = _Point(tokens=100, past=0)
+        first = prompt, prompt._replace(masked=True), _Point(past=100, captured=graph)
+        for points in (first, [_Point(tokens=128, past=0, captured=graph)]):  # of the first call; of a second one
+            for point in points:
+                run(point)
+            ends.append(len(found))
         # Point of a forward; the rows, the tokens before and the tokens with which its attention runs again.
         cases: list[tuple[_Point, list[int], list[int], Iterable[int]]] = []
         for masked in (False, True):
@@ -154,7 +161,8 @@ def listed(recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST) ->
         for point in points:
             run(point)
     kernels = [*found.values()]
-    return [kernel for part in (kernels[:first], kernels[first:]) for kernel in sorted(part, key=lambda each: -each.seconds)]
+    parts = (kernels[begin:end] for begin, end in itertools.pairwise([*ends, len(kernels)]))
+    return [kernel for part in parts for kernel in sorted(part, key=lambda each: -each.seconds)]
 
 
 class _Point(NamedTuple):

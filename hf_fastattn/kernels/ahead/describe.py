@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -124,14 +124,16 @@ def prepare() -> None:
 
 
 @contextmanager
-def describing(target: gpu.Target) -> Iterator[dict[object, Kernel]]:
+def describing(target: gpu.Target, before: Callable[[], None] | None = None) -> Iterator[dict[object, Kernel]]:
     """A context in which this thread's launches of tensors without memory (meta) are described, for a GPU of this kind.
 
-    Nothing is launched. Yields the descriptions.
+    Nothing is launched. Yields the descriptions. before: called before each of them.
     """
     found: dict[object, Kernel] = {}
 
     def note(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if before is not None:
+            before()
         describe(kernel, args, named, target.arch, found)
 
     outer = gpu.thread.target, launch.thread.describe
