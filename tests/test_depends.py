@@ -675,11 +675,21 @@ def _count_in_a_list(self, x):
     return x * len(self.held)
 
 
-@pytest.mark.parametrize("forward", [_count, _count_in_a_list])
+COUNT = 0
+
+
+def _count_in_a_global(self, x):
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+@pytest.mark.parametrize("forward", [_count, _count_in_a_list, _count_in_a_global])
 def test_a_step_that_depends_on_how_often_it_ran_is_not_captured(inputs, forward):
+    global COUNT
     found = []
     for patched in (False, True):
-        model = tiny("llama", "sdpa")
+        COUNT, model = 0, tiny("llama", "sdpa")
         norm = model.model.norm = type("Counting", (nn.Module,), {"forward": forward})()
         norm.calls, norm.held = 0, []
         with hf_fastattn.patch(model) if patched else contextlib.nullcontext() as patch, warnings.catch_warnings(action="ignore"):
