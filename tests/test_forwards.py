@@ -66,6 +66,15 @@ def same_as_unpatched(model, inputs, calls=2, **options):
     return patch
 
 
+def check_all(model, texts, expected, options) -> None:
+    """The tokens and logits of each text."""
+    for text, want in zip(texts, expected, strict=True):
+        got = generate(model, text, **options)
+        assert torch.equal(got.sequences, want.sequences)
+        torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
+        del got  # its cache, whose buffers the next call reuses
+
+
 def tokens_of_graphs(patch) -> set[int]:
     return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
 
@@ -583,11 +592,7 @@ def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
     texts = [prompts(padding, "cpu", rows=2, length=length) for length in lengths]
     expected = [generate(model, text, **options) for text in texts]
     with hf_fastattn.patch(model) as patch:
-        for text, want in zip(texts, expected, strict=True):
-            got = generate(model, text, **options)
-            assert torch.equal(got.sequences, want.sequences)
-            torch.testing.assert_close(got.logits[0], want.logits[0], rtol=1e-4, atol=1e-4)
-            del got  # its cache, whose buffers the next call reuses
+        check_all(model, texts, expected, options)
         assert tokens_of_graphs(patch) == {1, 128} and patch.captures == 2 and not patch.reasons
         assert patch.replays == 3 + 4  # two prompts from Python, then three replayed; of the first step a rehearsal
 
@@ -743,11 +748,7 @@ def test_prompts_whose_tokens_see_later_ones_are_not_read_by_a_graph(kind, own):
     texts = [prompts("no_padding", "cpu", rows=2, length=length) for length in (90, 70, 70, 80)]
     expected = [generate(model, text, **options) for text in texts]
     with hf_fastattn.patch(model) as patch:
-        for text, want in zip(texts, expected, strict=True):
-            got = generate(model, text, **options)
-            assert torch.equal(got.sequences, want.sequences)
-            torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
-            del got
+        check_all(model, texts, expected, options)
         assert patch.captures == 1 and not patch.reasons
         with pytest.warns(match="tokens may see later ones"):
             text, options = prompts("no_padding", "cpu", rows=1), MODES["long_lookup"]
