@@ -874,12 +874,9 @@ def test_what_another_program_has_written_to_the_store_is_not_run_and_is_named(d
 
 def test_an_error_that_some_ranks_share_does_not_hide_the_rank_that_has_ended():
     """Collectives of all ranks but one fail with the same words, which name no rank."""
-    store, error = Store(), RuntimeError("Connection reset by peer")
-    for rank in range(2):
-        each = exchange.Exchange.__new__(exchange.Exchange)
-        watched = types.SimpleNamespace(has_ended=lambda rank: rank == 2)
-        vars(each).update(rank=rank, ranks=[0, 1, 2], store=store, call=exchange.Call(1), _mine=[], processes=watched)
-        failed = each.end(error)
+    for each in members(Store(), 3)[:2]:
+        each.call, each.processes = exchange.Call(1), types.SimpleNamespace(has_ended=lambda rank: rank == 2)
+        failed = each.end(RuntimeError("Connection reset by peer"))
     assert failed == "The process of rank 2 has ended."
 
 
@@ -932,19 +929,15 @@ def test_graphs_are_dropped_while_the_process_group_is_destroyed(monkeypatch):
     guard = threading.Thread(target=exchange._guard, args=(lambda: ours,))
     guard.start()
     assert not dropped.wait(0.2)
-    destroys = threading.Thread(target=destroy_process_group)
-    destroys.start()
-    assert dropped.wait(20)
-    may_end.set()
-    destroys.join(20)
-    time.sleep(0.1)
-    dropped.clear(), may_end.clear()
-    assert not dropped.wait(0.1)
-    destroys = threading.Thread(target=destroy_process_group)  # the first may have been another group
-    destroys.start()
-    assert dropped.wait(20)
-    may_end.set()
-    destroys.join(20)
+    for _ in range(2):  # the first may have been another group
+        destroys = threading.Thread(target=destroy_process_group)
+        destroys.start()
+        assert dropped.wait(20)
+        may_end.set()
+        destroys.join(20)
+        time.sleep(0.1)
+        dropped.clear(), may_end.clear()
+        assert not dropped.wait(0.1)
     ours.leave.alive = False  # this rank takes part in no further call
     guard.join(20)
     assert not guard.is_alive()
