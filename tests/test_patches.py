@@ -89,13 +89,10 @@ def test_captured_tokens_equal_eager(captured, name, mode, padding):
     model = family(name, "cpu")
     model.set_attn_implementation("eager")
     inputs = prompts(padding, "cpu")
-    expected = generate(model, inputs, **MODES[mode])
-    with hf_fastattn.patch(model) as patch:
-        for _ in range(2):
-            assert torch.equal(generate(model, inputs, **MODES[mode]), expected)
-        chunks = mode == "chunked_prefill"  # the second call captures the first chunk, and replays it for the second
-        assert (patch.captures, patch.reasons) == (1 + chunks, [])
-        assert patch.replays == 2 * (NEW - 1) - 1 + 2 * chunks  # all steps but the prefills and the warm-up
+    patch = same(model, inputs, calls=2, options=MODES[mode])
+    chunks = mode == "chunked_prefill"  # the second call captures the first chunk, and replays it for the second
+    assert (patch.captures, patch.reasons) == (1 + chunks, [])
+    assert patch.replays == 2 * (NEW - 1) - 1 + 2 * chunks  # all steps but the prefills and the warm-up
 
 
 def test_a_sliding_window_moves_between_replays(captured, monkeypatch):
@@ -106,11 +103,8 @@ def test_a_sliding_window_moves_between_replays(captured, monkeypatch):
     model = family("mistral_window_below_prompt", "cpu")
     for padding in ("no_padding", "left_padding"):
         model.set_attn_implementation("eager")
-        inputs = prompts(padding, "cpu", length=24)
-        expected = generate(model, inputs, max_new_tokens=80)
-        with hf_fastattn.patch(model) as patch:
-            assert torch.equal(generate(model, inputs, max_new_tokens=80), expected)
-            assert patch.replays == 78 and patch.captures == 1
+        patch = same(model, prompts(padding, "cpu", length=24), options={"max_new_tokens": 80})
+        assert patch.replays == 78 and patch.captures == 1
 
 
 def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(captured, llama):
@@ -962,13 +956,9 @@ def test_frequencies_that_change_with_the_length_are_captured(captured, family, 
         pytest.skip("Transformers 5.17 raises an UnboundLocalError")
     model, inputs = longrope(family, 40), prompts("no_padding", "cpu", rows=1, length=30)
     inputs["input_ids"][:, 15:] = inputs["input_ids"][:, :15]  # which gives prompt lookup something to find
-    expected = generate(model, inputs, **options)
-    assert not torch.equal(generate(longrope(family, 64), inputs, **options), expected)
-    with hf_fastattn.patch(model) as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            assert torch.equal(generate(model, inputs, **options), expected)
-        assert patch.captures and not patch.reasons
+    assert not torch.equal(generate(longrope(family, 64), inputs, **options), generate(model, inputs, **options))
+    patch = same(model, inputs, calls=2, options=options)
+    assert patch.captures and not patch.reasons
 
 
 def test_prompt_lookup_with_a_compile_config(captured, llama):
