@@ -53,26 +53,29 @@ def trainable(family: str, device, **own):
 BOTH = {"lean.prefill": 2, "lean.backward": 2}
 
 
+def check(model, *given, name: str = "lean", compiled: bool | str = False, **own) -> dict:
+    """The gradients by the kernels of a backend, which are those of eager attention."""
+    expected = gradients(model, "eager", *given, **own)
+    torch._dynamo.reset()
+    with hf_fastattn.count_calls() as calls:
+        found = gradients(model, name, *given, compiled=compiled, **own)
+    assert calls == {f"{name}.prefill": 2, f"{name}.backward": 2}
+    agree(found, expected)
+    return found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding", "holes"])
 def test_gradients_are_those_of_eager(padding, family, device):
     model = trainable(family, device)
     for use_cache in (False, True):
-        expected = gradients(model, "eager", padding, use_cache)
-        with hf_fastattn.count_calls() as calls:
-            agree(gradients(model, "lean", padding, use_cache), expected)
-        assert calls == BOTH
+        check(model, padding, use_cache)
 
 
 @pytest.mark.parametrize("padding, compiled", [("no_padding", False), ("holes", False), ("left_padding", True)])
 def test_an_encoder_with_windows_on_both_sides(padding, compiled, device):
     own = {"local_attention": 16, "global_attn_every_n_layers": 2}
-    model = models.tiny("modernbert", device=device, auto=AutoModelForMaskedLM, **own).train()
-    expected = gradients(model, "eager", padding)
-    torch._dynamo.reset()
-    with hf_fastattn.count_calls() as calls:
-        agree(gradients(model, "lean", padding, compiled=compiled), expected)
-    assert calls == BOTH
+    check(models.tiny("modernbert", device=device, auto=AutoModelForMaskedLM, **own).train(), padding, compiled=compiled)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -95,10 +98,7 @@ def test_packed_sequences_of_an_encoder(compiled, device):
 
 @pytest.mark.parametrize("name", ["reference", "fa2", "split_kv", "batch_invariant"])
 def test_every_exact_backend_trains(name, device):
-    model = trainable("llama", device)
-    with hf_fastattn.count_calls() as calls:
-        agree(gradients(model, name, "left_padding"), gradients(model, "eager", "left_padding"))
-    assert calls == {f"{name}.prefill": 2, f"{name}.backward": 2}
+    check(trainable("llama", device), "left_padding", name=name)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,8 @@ def test_every_exact_backend_trains(name, device):
 )  # GPT-OSS trains in a compiled graph only in newer Transformers
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_positions_that_restart(use_cache, compiled, family, device):
-    model = trainable(family, device)
     positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None].to(device)
-    expected = gradients(model, "eager", "no_padding", use_cache, position_ids=positions)
-    torch._dynamo.reset()
-    with hf_fastattn.count_calls() as calls:
-        agree(gradients(model, "lean", "no_padding", use_cache, compiled, position_ids=positions), expected)
-    assert calls == BOTH
+    check(trainable(family, device), "no_padding", use_cache, compiled=compiled, position_ids=positions)
 
 
 CHUNKED = {"attention_chunk_size": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 96}
@@ -187,10 +182,7 @@ def test_compiled(family, padding, compiled, device):
         expected = torch.autograd.grad(training.attention("lean", q, q, q, sink_logits=sinks, softcap=3.0)[0].sum(), (q, sinks))
         torch.testing.assert_close(found, expected)
         return
-    with hf_fastattn.count_calls() as calls:
-        found = gradients(model, "lean", padding, compiled=compiled)
-    assert calls == BOTH
-    agree(found, gradients(model, "eager", padding))
+    check(model, padding, compiled=compiled)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -256,10 +248,7 @@ def test_a_frozen_model_with_trained_sinks(device):
     model = trainable("gpt_oss", device).requires_grad_(False)
     for name, p in model.named_parameters():
         p.requires_grad_(name.endswith("sinks"))
-    with hf_fastattn.count_calls() as calls:
-        found = gradients(model, "lean", "no_padding")
-    assert len(found) == 2 and calls == BOTH
-    agree(found, gradients(model, "eager", "no_padding"))
+    assert len(check(model, "no_padding")) == 2
     q, k = torch.randn(1, 4, 3, 16, device=device), torch.randn(1, 2, 3, 16, device=device)
     with pytest.raises(RuntimeError, match="no backward pass, and q, k, v or sink_logits requires grad"):
         attention(q, k, k, sink_logits=torch.zeros(4, device=device, requires_grad=True))
