@@ -40,6 +40,15 @@ def generate(model, inputs, **options) -> torch.Tensor:
     return model.generate(**inputs, **{"max_new_tokens": 6, "do_sample": False, **options})
 
 
+def calls_of_lean(model, inputs, **options):
+    """The calls of a generate() with lean, which gives the tokens of the attention that the model has."""
+    expected = generate(model, inputs, **options)
+    model.set_attn_implementation("lean")
+    with hf_fastattn.count_calls() as calls:
+        assert torch.equal(generate(model, inputs, **options), expected)
+    return calls
+
+
 # ---- the registry ----
 @pytest.mark.parametrize("softcap", [float("inf"), 0.0])
 def test_a_softcap_of_a_configuration_that_is_none(softcap):
@@ -352,10 +361,7 @@ def test_chunked_attention_takes_the_dense_path(static, device):
         with pytest.raises(TypeError, match="block_sequence_ids"):  # Transformers 5.17 cannot, with any attention
             generate(model, inputs, **options)
         return
-    expected = generate(model, inputs, **options)
-    model.set_attn_implementation("lean")
-    with hf_fastattn.count_calls() as calls:
-        assert torch.equal(generate(model, inputs, **options), expected)
+    calls = calls_of_lean(model, inputs, **options)
     assert calls["lean.dense"] == 3 * 6 and calls["lean.prefill"] == 1 and calls["lean.decode"] == 5
 
 
@@ -459,10 +465,7 @@ DEEPSEEK |= {"moe_intermediate_size": 32, "first_k_dense_replace": 9}
 @pytest.mark.parametrize("padding", models.PADDINGS)
 def test_values_narrower_than_keys(padding, device):
     model, inputs = models.tiny("deepseek_v3", device=device, **DEEPSEEK), models.prompts(padding, device)
-    expected, logits = generate(model, inputs), model(**inputs).logits
-    model.set_attn_implementation("lean")
-    with hf_fastattn.count_calls() as calls:
-        assert torch.equal(generate(model, inputs), expected)
+    logits, calls = model(**inputs).logits, calls_of_lean(model, inputs)
     assert calls["lean.prefill"] == 2 and calls["lean.decode"] and not calls["lean.dense"]
     live = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")(**inputs).logits
@@ -479,10 +482,7 @@ BART |= {f"{side}_{name}": value for side in ("encoder", "decoder") for name, va
 def test_bart(options, padding, device):
     model = models.tiny("bart", device=device, auto=AutoModelForSeq2SeqLM, **BART)
     inputs = models.prompts(padding, device)
-    expected = generate(model, inputs, **options)
-    model.set_attn_implementation("lean")
-    with hf_fastattn.count_calls() as calls:
-        assert torch.equal(generate(model, inputs, **options), expected)
+    expected, calls = generate(model, inputs, **options), calls_of_lean(model, inputs, **options)
     assert calls["lean.prefill"] == 2 and calls["lean.decode"] == 6 * 4 and not calls["lean.dense"]  # 4: self and cross
     assert len(set(expected.flatten().tolist())) > 4
 
