@@ -1,5 +1,6 @@
 """Settings of all tests: no network, NaN in uninitialised memory, one device, one hypothesis profile."""
 
+import gc
 import os
 import sys
 
@@ -82,6 +83,47 @@ def registering():
     for each, its in zip(known, before, strict=True):
         each.clear()
         each.update(its)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Patched models capture graphs on the CPU, too."""
+    import fake_graph
+
+    fake_graph.use(monkeypatch)
+
+
+@pytest.fixture
+def captured_steps(monkeypatch):
+    """The same, and prompts run from Python."""
+    import fake_graph
+
+    fake_graph.use(monkeypatch, prompts=False)
+
+
+@pytest.fixture
+def without_collector():
+    """Memory is freed by reference counts alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def seeded_without_gradients():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """The matrices of tiny models: a second thread mostly waits, long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

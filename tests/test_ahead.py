@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fake_graph
 import pytest
 import torch
 from models import VOCAB, prompts, tiny
@@ -12,12 +11,8 @@ import hf_fastattn
 from hf_fastattn.patches.graphs.graphs import DecodeGraphs
 from hf_fastattn.patches.graphs.present import Present
 
+pytestmark = pytest.mark.usefixtures("captured")
 NEW = 4
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    fake_graph.use(monkeypatch)
 
 
 @pytest.fixture

@@ -32,12 +32,8 @@ from hf_fastattn.patches.graphs.path import Path
 from hf_fastattn.patches.graphs.snapshot import Last
 from hf_fastattn.patches.graphs.state import Reader, Uncapturable, read
 
+pytestmark = pytest.mark.usefixtures("captured_steps")
 NEW = 8
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
 
 
 @pytest.fixture
@@ -51,14 +47,6 @@ def model():
 
 
 twin = model
-
-
-@pytest.fixture
-def without_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def generate(model, inputs, **options):

@@ -27,12 +27,8 @@ from hf_fastattn.patches.graphs.graphs import DecodeGraphs
 from hf_fastattn.patches.graphs.present import Present
 from hf_fastattn.patches.graphs.snapshot import Last
 
+pytestmark = pytest.mark.usefixtures("captured")
 NEW = 16
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    fake_graph.use(monkeypatch)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from hf_fastattn import hf, registry
 from hf_fastattn.kernels import INTERPRETED, spans
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEW_TOKENS = 8
 CHUNK = 40
 # On a GPU, generate() would compile every static combination with Inductor; test_backends tests that.
@@ -40,15 +41,6 @@ MODES = {
     "prompt_lookup": {"prompt_lookup_num_tokens": 3},  # Transformers supports one row only
 }
 SOME_FAMILIES = ("llama", "mistral_window_below_prompt", "gpt_oss")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """These matrices are tiny: a second thread mostly waits, long on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def generate(model, inputs: dict, **options) -> torch.Tensor:

@@ -25,11 +25,7 @@ if HAS_TRITON:
     from hf_fastattn.kernels.host.counters import counters_of
 
 
-@pytest.fixture(autouse=True)
-def without_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("seeded_without_gradients")
 
 
 def new(*shape, dtype=torch.float16):

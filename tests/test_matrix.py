@@ -19,17 +19,13 @@ pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="a recorded graph ho
 
 
 @pytest.fixture
-def recorded(monkeypatch, device):
+def recorded(monkeypatch, device, one_thread):
     """Graphs on any device: real ones on a GPU, recorded ones elsewhere."""
     if device.type == "cuda":
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     else:
         fake_graph.use(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", matrix.SHAPES)

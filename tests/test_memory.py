@@ -1,7 +1,6 @@
 """Memory of K and V is freed with the last reference, by reference counts alone: Python's cycle collection is off."""
 
 import copy
-import gc
 from functools import partial
 
 import fake_graph
@@ -17,16 +16,9 @@ from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn.caches import buffers as buffers_of_layers
 from hf_fastattn.caches import layers, pool, ring
 
+pytestmark = pytest.mark.usefixtures("without_collector")
 generate = partial(models.generate, max_new_tokens=6)
 WINDOWED = "mistral_window_below_prompt"
-
-
-@pytest.fixture(autouse=True)
-def no_cycles_are_looked_for():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Buffers:

@@ -23,15 +23,8 @@ from hf_fastattn.patches.fused import linears, subclass
 from hf_fastattn.patches.fused import norms as fuse
 from hf_fastattn.patches.graphs import graphs as graph
 
-pytestmark = runs_kernels
+pytestmark = [runs_kernels, pytest.mark.usefixtures("seeded_without_gradients")]
 SIZE = 96
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
 
 
 def same(a, b):

@@ -39,11 +39,6 @@ CHECKPOINTING = "gradient checkpointing is on" if NEW_NAME else "added no token 
 
 
 @pytest.fixture
-def captured(monkeypatch):
-    fake_graph.use(monkeypatch)
-
-
-@pytest.fixture
 def llama():
     return tiny("llama", "sdpa")
 

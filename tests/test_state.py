@@ -5,7 +5,6 @@
 
 import os
 
-import fake_graph
 import pytest
 import state_calls  # noqa: F401 (they fill ACTIONS)
 import state_model  # noqa: F401
@@ -16,15 +15,10 @@ from state import ACTIONS, WORLDS, Different, World
 
 from hf_fastattn.patches.graphs.state import State
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("captured")]
 MANY = int(os.environ.get("HF_FASTATTN_STATES", "0"))  # sequences; 0: a few, the same in every run
 
 steps = st.sampled_from(sorted(ACTIONS)).flatmap(lambda name: st.tuples(st.just(name), st.integers(0, ACTIONS[name][1] - 1)))
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch, registering):
-    fake_graph.use(monkeypatch)
 
 
 def run(world: str, sequence) -> World:

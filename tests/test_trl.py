@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint
-import fake_graph
 import processes
 import pytest
 import torch
@@ -33,15 +32,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
     pytest.mark.skipif(INTERPRETED, reason="a graph is recorded from the reference"),
     pytest.mark.xdist_group("ranks"),
+    pytest.mark.usefixtures("captured_steps"),
 ]
 long = pytest.mark.skipif("HF_FASTATTN_TRL" not in os.environ, reason="make test-trl")
 NEW = 12  # tokens of a completion, of which the prompt's forward gives the first
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
 
 
 def generate(model, **options):
