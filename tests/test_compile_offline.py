@@ -253,6 +253,10 @@ COMPILATIONS = [
 ]
 
 
+def new(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
 TYPICAL = (DECODE[2], PREFILL[1])
 NEW = slow_unless((90).__eq__, [80, 90])  # architectures
 
@@ -591,7 +595,6 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
 @pytest.mark.parametrize("size", slow_unless((4096).__eq__, [576, 4096, 14336]))
 def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kind, arch, tmp_path):
-    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
     x, weight, gated = new(1, 1, size), new(64, size), kind == "gated"
     name = "gated_linear_kernel" if gated else "linear_kernel"
     with compiling(linear, (name,), arch) as compiled:
@@ -611,7 +614,6 @@ def test_linear_layers_load_weights_ahead_of_the_wait_and_nothing_else(size, kin
 @pytest.mark.parametrize("tokens", slow_unless((64).__ne__, [1, 16, 64]))
 @pytest.mark.parametrize("kind", slow_unless(("all", "gated").__contains__, ["all", "sum", "relu", "gelu_tanh", "mul", "gated"]))
 def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arch, tmp_path, monkeypatch):
-    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
     x, weight, bias = new(1, tokens, 4096), new(64, 4096), new(64)
     module, name = (linear, "linear_kernel") if tokens == 1 else (linear_rows, "linear_rows_kernel")
     if kind == "gated" and tokens == 1:
@@ -653,7 +655,6 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
 )
 def test_the_buffers_of_linear_layers_fill_the_shared_memory_of_hopper(kind, tokens, tmp_path, monkeypatch):
     """One program on each multiprocessor if there are no more tiles than multiprocessors, otherwise two."""
-    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
     wide = 2 if (tokens, kind) == (128, "gated") else 1  # tiles of 128 rows instead of 64, or half as many tiles
     gated = kind in ("gated", "half")
     x, weight = new(1, tokens, 1024), new(wide * 108 * 64 + (kind == "head"), 1024)  # 108 multiprocessors
@@ -719,7 +720,6 @@ def test_a_choice_of_experts_is_two_or_three_reductions_of_one_instruction(count
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("count, choices, form", [(128, 8, "softmax"), (32, 4, "choice"), (128, 8, "sigmoid")])
 def test_a_choice_in_the_launch_of_experts_spills_nothing_and_its_warps_choose_apart(count, choices, form, arch, tmp_path):
-    new = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
     correction = torch.zeros(count) if form == "sigmoid" else None
     with compiling(route, ("route_kernel",), arch) as alone:
         choice = route.prepared(new(1, count), choices, form, normalise=True, correction=correction)

@@ -15,7 +15,6 @@ from hf_fastattn import registry
 from hf_fastattn.attention import function, mask_function, masks, packed, refuse
 from hf_fastattn.kernels import reference, spans
 
-VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 MISTRAL = transformers.MistralConfig(sliding_window=4)
 WINDOW = {"local_size": 4, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}
 PACKED = {"mask_function": lambda b, h, q, k: (k <= q) & (q // 4 == k // 4)}

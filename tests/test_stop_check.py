@@ -8,7 +8,7 @@ import pytest
 import torch
 from calls import At
 from cases import DEVICE
-from models import prompts, tiny
+from models import OPT, prompts, tiny
 from transformers import TemperatureLogitsWarper
 from transformers.generation import utils
 from transformers.generation.streamers import BaseStreamer
@@ -276,8 +276,7 @@ def test_a_full_cache_that_does_not_grow():
 @pytest.mark.parametrize("rolling", [False, True])
 def test_the_last_row_of_a_table_of_positions(rolling):
     """A step too many would read beyond the table. Rolling, its rows are zero: they look like no positions."""
-    own = {"num_key_value_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.0, "layerdrop": 0.0}
-    inputs, model = prompts("no_padding", DEVICE, rows=1), tiny("opt", "sdpa", DEVICE, **own)
+    inputs, model = prompts("no_padding", DEVICE, rows=1), tiny("opt", "sdpa", DEVICE, **OPT)
     table, length = model.model.decoder.embed_positions, inputs["input_ids"].shape[1]
     patch = lambda: hf_fastattn.patch(model, **{"backend": "streaming", "window": 6, "sinks": 2} if rolling else {})  # noqa: E731
     if rolling:
