@@ -1,4 +1,4 @@
-"""Forms of K and V: pages, 8 bits, latents and -V, each device functions and their equivalents in torch."""
+"""Forms of K and V: pages of the package, and 8 bits, latents and -V, each device functions and their equivalents in torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from cases import Case, make
 
 from hf_fastattn import context_parallel, registry
-from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, TritonKernel, reference
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, TritonKernel, paged, reference
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.spec import KV, PLAIN, Form, Sizes, Spec, bytes_per_token
 
@@ -25,37 +25,6 @@ if HAS_TRITON:
             return -tl.load(ptrs)
         else:
             return -tl.load(ptrs, mask=mask, other=0.0)
-
-    @triton.jit
-    def page_of(slots, indices, extra, inside, PAGE: tl.constexpr = PAGE):
-        row, _, _, kv_len = indices
-        return tl.load(extra[2] + row * (kv_len // PAGE) + slots // PAGE, mask=inside, other=-1).to(tl.int64)
-
-    @triton.jit
-    def load_paged(base, strides, first, offs_n, offs_d, mask, indices, extra, PAGE: tl.constexpr = PAGE):
-        slots = first + offs_n
-        page = page_of(slots, indices, extra, slots < indices[3])
-        ptrs = base + (page * strides[0] + slots % PAGE * strides[2])[:, None] + offs_d[None, :]
-        inside = (page >= 0)[:, None]
-        if mask is not None:
-            inside = inside & mask
-        return tl.load(ptrs, mask=inside, other=0.0)
-
-    @triton.jit
-    def store_paged(
-        k, v, bases, strides, slot, mask, indices, extra,
-        HEAD_DIM: tl.constexpr,
-        VALUE_DIM: tl.constexpr,
-        PAGE: tl.constexpr = PAGE,
-    ):  # fmt: skip
-        offs_d = tl.arange(0, k.shape[1])[None, :]
-        slot += 0 * indices[1]
-        page = page_of(slot, indices, extra, mask)
-        mask = mask & (page >= 0)
-        k_ptrs = bases[0] + page * strides[0][0] + slot % PAGE * strides[0][2]
-        v_ptrs = bases[1] + page * strides[1][0] + slot % PAGE * strides[1][2]
-        tl.store(k_ptrs + offs_d, k, mask=mask & (offs_d < HEAD_DIM))
-        tl.store(v_ptrs + offs_d, v, mask=mask & (offs_d < VALUE_DIM))
 
     @triton.jit
     def load_bytes(base, strides, first, offs_n, offs_d, mask, indices, extra):
@@ -98,23 +67,7 @@ if HAS_TRITON:
         tl.store(ptrs, of_k, mask=mask)
         tl.store(ptrs + 1, of_v, mask=mask)
 else:
-    load_negated = load_paged = store_paged = load_bytes = weights_of_bytes = queries_for_bytes = store_bytes = object()
-
-
-def sizes_of_pages(kv):
-    return Sizes(len(kv.pages), kv.k.shape[1], kv.pages.shape[1] * PAGE, kv.k.shape[3], kv.v.shape[3])
-
-
-def unpack_pages(kv):
-    """Pages (num_pages, num_kv_heads, PAGE, head_dim), those of each row in the order of its block table."""
-    return [x[kv.pages.long()].transpose(1, 2).flatten(2, 3) for x in (kv.k, kv.v)]
-
-
-def pack_pages(kv, k, v, slots):
-    for row, token in ((slots >= 0) & (slots < kv.sizes.kv_len)).nonzero().tolist():
-        page, slot = divmod(int(slots[row, token]), PAGE)
-        if (page := int(kv.pages[row, page])) >= 0:
-            kv.k[page, :, slot], kv.v[page, :, slot] = k[row, :, token], v[row, :, token]
+    load_negated = load_bytes = weights_of_bytes = queries_for_bytes = store_bytes = object()
 
 
 def unpack_bytes(kv):
@@ -138,8 +91,7 @@ def check_bytes(q, kv):
 
 
 NEGATED = Form("negated V", load_v=load_negated, unpack=lambda kv: (kv.k, -kv.v))
-PAGES = {"sizes": sizes_of_pages, "store": store_paged, "pack": pack_pages, "paged": True}
-PAGED = Form("pages of 16", load_paged, load_paged, unpack_pages, **PAGES)
+PAGED = paged.FORMS[PAGE]
 EIGHT_BITS = {"store": store_bytes, "pack": pack_bytes, "queries": queries_for_bytes, "weights": weights_of_bytes, "parts": 2}
 EIGHT_BITS["bytes_per_token"] = lambda k, v: len(k) * k.shape[1] * (k.shape[3] + v.shape[3] + 8)
 BYTES = Form("int8", load_bytes, load_bytes, unpack_bytes, check_bytes, **EIGHT_BITS)
@@ -181,8 +133,8 @@ def shown(form: Form, x) -> tuple[KV, KV]:
     table = torch.randperm(batch * pages + 3, device=x.k.device)[: batch * pages].view(batch, pages).int()
     pool = [x.k.new_full((batch * pages + 3, PAGE, heads, t.shape[3]), float("nan")).transpose(1, 2) for t in (x.k, x.v)]
     kv = KV(*pool, form, pages=table)
-    pack_pages(kv, x.k, x.v, torch.arange(kv_len, device=x.k.device).expand(batch, -1))
-    plain = KV(*(t.contiguous() for t in unpack_pages(kv)))
+    PAGED.pack(kv, x.k, x.v, torch.arange(kv_len, device=x.k.device).expand(batch, -1))
+    plain = KV(*(t.contiguous() for t in kv.plain()))
     table[:, -1] = -1
     return kv, plain
 

@@ -52,11 +52,12 @@ class Form(NamedTuple):
     On the host:
 
     unpack: KV -> plain tensors k, v, (batch, num_kv_heads, kv_len, head_dim), in the queries' dtype; all forms but PLAIN have it.
-    check: raises ValueError or TypeError for tensors of another format; called with (q, kv). It replaces the check that q, k and
-    v share one dtype. It may depend on shapes, strides and dtypes, not on contents. sizes: KV -> `Sizes`, or these errors, since
-    it may be called before; None if the sizes are those of k and v. pack: (kv, k, v, slots) writes the tokens k and v, (batch,
-    num_kv_heads, q_len, head_dim), to `slots`, int64 (batch, q_len), except those below 0 and from kv_len on. bytes_per_token:
-    (k, v), tokens as `pack` takes them -> the bytes of one token of all rows in this form.
+    check: raises ValueError or TypeError for tensors of another format; called with (q, kv), and where tokens are appended with
+    (new keys, kv). It replaces the check that q, k and v share one dtype. It may depend on shapes, strides and dtypes, not on
+    contents. sizes: KV -> `Sizes`, or these errors, since it may be called before; None if the sizes are those of k and v. pack:
+    (kv, k, v, slots) writes the tokens k and v, (batch, num_kv_heads, q_len, head_dim), to `slots`, int64 (batch, q_len), except
+    those below 0 and from kv_len on. bytes_per_token: (k, v), tokens as `pack` takes them -> the bytes of one token of all rows
+    in this form.
 
     Triton device functions, None as for plain tensors (`device.tile` has their arguments and results):
 

@@ -50,6 +50,7 @@ def append(kv: KV, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch
         if form.pack is None:
             _append_torch(kv.k, kv.v, new_keys, new_values, slot)
             return
+        check(kv, new_keys)
         slots = slot if slot.dim() == 2 else slot[:, None] + torch.arange(new_keys.shape[2], device=slot.device)
         form.pack(kv, new_keys, new_values, slots.expand(len(new_keys), -1))
         return
@@ -59,11 +60,19 @@ def append(kv: KV, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch
     _prepare(tensors, form)(*tensors)
 
 
+def check(kv: KV, new_keys: torch.Tensor) -> None:
+    """Raise the error of a form whose check refuses these tensors."""
+    if kv.form.check is not None:
+        kv.form.check(new_keys, kv)
+
+
 @launch.remember
 def _prepare(tensors: tuple[torch.Tensor | None, ...], form: Form) -> launch.Launch:
     given: Any = tensors  # the tensors of a KV; new_keys, new_values, slot
     keys, values, scales, centre, pages, new_keys, new_values, slot = given
-    batch, heads, capacity, head_dim, value_dim = KV(keys, values, form, scales, centre, pages).sizes
+    kv = KV(keys, values, form, scales, centre, pages)
+    check(kv, new_keys)
+    batch, heads, capacity, head_dim, value_dim = kv.sizes
     laid_out = (("k", keys, "bhn"), ("v", values, "bhn"), ("nk", new_keys, "bhn"), ("nv", new_values, "bhn"))
     return launch.Launch(
         append_kernel,

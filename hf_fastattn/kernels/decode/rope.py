@@ -26,6 +26,7 @@ from ..device.tile import aligned_strides, head_of
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from ..spec import KV, PLAIN, Form
+from .append import check
 from .rms_norm import moments, scaled
 
 BLOCK_H = 8  # heads that a program rotates after one load of the cosines of their token
@@ -282,6 +283,7 @@ def _prepare(
     if slot is None:
         appended, new_values = (k, k), k  # not read
     kv = KV(appended[0], appended[1], form, *appended[2:])
+    check(kv, k)
     sizes = kv.sizes
     batch, num_heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
