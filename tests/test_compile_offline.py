@@ -28,7 +28,7 @@ if INTERPRETED:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from hf_fastattn.kernels import spans  # noqa: E402
+from hf_fastattn.kernels import paged, spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
 from hf_fastattn.kernels.attention.plan import Call  # noqa: E402
 from hf_fastattn.kernels.decode import (  # noqa: E402
@@ -331,6 +331,32 @@ def test_forms_compile(form, tmp_path, monkeypatch):
             append.append(kv, new, new, slot)
         with compiling(rope, ("rope_kernel",), 90):
             rope.rotation(new, new, cos, cos, (False,) * 5).launch(kv, new, slot)
+
+
+PAGES = [
+    (n, arch, size, dim)
+    for n in ("lean", "split_kv", "prefill")
+    for arch in (90, 80, 86)
+    for size in (16, 256)
+    for dim in (64, 128)
+]
+
+
+@pytest.mark.parametrize("name, arch, size, head_dim", slow_unless(("lean", 90, 256, 128).__eq__, PAGES))
+def test_pages_are_loaded_as_far_ahead_as_plain_keys_and_values(name, arch, size, head_dim, tmp_path):
+    """With as many tiles in shared memory, no more bytes of it, no program less per SM, and no spills in the loops over tiles."""
+    shape = Shape("bf16", head_dim, q_len=2048 if name == "prefill" else 1)
+    module, kernels = KERNELS[name]
+    plain = build(name, shape, arch, tmp_path)[kernels[0]]
+    q, pool = torch.zeros(4, 32, shape.q_len, head_dim).bfloat16(), torch.zeros(200, 8, size, head_dim).bfloat16()
+    kv = paged.paged(pool, pool, torch.zeros(4, 2048 // size, dtype=torch.int32))
+    with compiling(module, kernels, arch) as compiled:
+        getattr(module, name)(q, kv, Spec(), torch.zeros(4, 1, 1, spans.WORDS + spans.num_words(2048), dtype=torch.int32))
+    binary = read(compiled[kernels[0]], tmp_path)
+    tiles = re.compile(r"local_alloc : \(\) -> !ttg.memdesc<(\d+x\d+x\d+)x")
+    assert tiles.findall(binary.ttgir) == tiles.findall(plain.ttgir) != []
+    assert binary.shared == plain.shared and spills_in_tile_loops(binary.sass) == 0
+    assert (64 << 10) // (128 * binary.registers) >= (64 << 10) // (128 * plain.registers)
 
 
 @pytest.mark.slow
