@@ -355,7 +355,8 @@ def test_pages_are_loaded_as_far_ahead_as_plain_keys_and_values(name, arch, size
     binary = read(compiled[kernels[0]], tmp_path)
     tiles = re.compile(r"local_alloc : \(\) -> !ttg.memdesc<(\d+x\d+x\d+)x")
     assert tiles.findall(binary.ttgir) == tiles.findall(plain.ttgir) != []
-    assert binary.shared == plain.shared and spills_in_tile_loops(binary.sass) == 0
+    assert binary.shared == plain.shared
+    assert binary.stack == 0 or (binary.stack <= PARKED and spills_in_tile_loops(binary.sass) == 0)
     assert (64 << 10) // (128 * binary.registers) >= (64 << 10) // (128 * plain.registers)
 
 
