@@ -21,6 +21,7 @@ from ..kernels.spec import KV, is_plain
 
 if TYPE_CHECKING:
     from .masks import Mask
+    from .ragged import Ragged
 
 # Where tokens are counted: on the host, or on the device while a step is captured for a graph.
 EAGER, CAPTURED, CAPTURED_WITH_MASK = "eager", "captured", "captured with a mask"
@@ -68,8 +69,8 @@ class Step:
     mode: where tokens are counted. q_len: new tokens of each row. mask: the mask that the cache has built for several tokens,
     None if the model's mask is used. asked: whether the model has requested the mask. written: bit mask of the layers that have
     stored the new tokens. plan: further data of the storage for its layers. kv: the KV of the layer written last, if kernels need
-    more than the tensors that its update() returned. packed: how prompts are read as one row, if they are. cache: a weak
-    reference to the cache of a model's forward.
+    more than the tensors that its update() returned. packed: how prompts are read as one row, if they are. ragged: what queries
+    see whose rows have lengths of their own. cache: a weak reference to the cache of a model's forward.
     """
 
     def __init__(self, storage: object, mode: str = EAGER, model: torch.nn.Module | None = None):
@@ -83,6 +84,7 @@ class Step:
         self.plan: Any = None
         self.kv: KV | None = None
         self.packed: Packed | None = None
+        self.ragged: Ragged | None = None
         self.cache: Any = None
 
     @property

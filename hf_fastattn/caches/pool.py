@@ -50,6 +50,20 @@ class Pool:
         weakref.finalize(cache, _return_storage, weakref.ref(self), storage, rows).atexit = False
         return cache
 
+    def lend(self, rows: int, fits: Callable[[Storage], bool]) -> Storage | None:
+        """Remove and return an idle storage of `rows` that fits, for a caller that gives it back; other idle ones are dropped."""
+        with self.lock:
+            found = [entry for entry in self.idle if entry[0] == rows]
+            self.idle = [entry for entry in self.idle if entry not in found]
+        return next((storage for _, storage in found if fits(storage)), None)
+
+    def give(self, storage: Storage, rows: int) -> None:
+        """Keep a storage that is no longer used. rows: by which it is found again; below 0 for those of `lend`."""
+        with self.lock:
+            if not self.closed:
+                self.idle.append((rows, storage))
+                del self.idle[:-MAX_IDLE]
+
     def fitting(self, rows: int, capacity: int) -> list[int]:
         """Serial numbers of the idle storages that fit."""
         with self.lock:
@@ -94,10 +108,7 @@ class Pool:
 
 def _return_storage(owner: weakref.ref[Pool], storage: Storage, rows: int) -> None:
     if (pool := owner()) is not None:  # a cache may outlive the pool
-        with pool.lock:
-            if not pool.closed:
-                pool.idle.append((storage.rows or rows, storage))
-                del pool.idle[:-MAX_IDLE]
+        pool.give(storage, storage.rows or rows)
 
 
 def references(storage: Storage) -> int:

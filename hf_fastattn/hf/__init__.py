@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the import takes time
     from transformers import Pipeline as Pipeline
 
 from .attention import *
+from .batches import *
 from .caches import *
 from .experts import *
 from .generation import *

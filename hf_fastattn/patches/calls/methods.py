@@ -24,12 +24,13 @@ from ...context_parallel import Shares
 from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
+from .batches import Batches, NoManager
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
 from .forwards import Forwards
 
-METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.BATCHES)
+METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.BATCHES, hf.BATCH)
 _MISSING: Any = object()
 
 
@@ -88,7 +89,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours: tuple[Callable[..., Any], ...] = (_Generate(self), self._prepare_cache, _KeptInputs(self), self._refuse_batches)
+        ours = _Generate(self), self._prepare_cache, _KeptInputs(self), NoManager(self), Batches(self)
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
 
@@ -246,12 +247,6 @@ class Generation:
         if self.heads is not None and self.graph:
             self.heads.refresh()
         return among
-
-    def _refuse_batches(self, *_: object, **__: object) -> None:
-        raise ValueError(
-            f"A patched {type(self.model).__name__} has no paged cache for continuous batching (generate_batch). Use generate(), "
-            "in TRL with use_transformers_continuous_batching=False, or call hf_fastattn.unpatch() on the model before."
-        )
 
     # ---- forwards ----
 

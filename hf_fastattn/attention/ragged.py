@@ -1,0 +1,88 @@
+"""What the queries of a step see whose rows have lengths of their own: rows of a batch over pages, or prompts read as one row.
+
+The cache of such a step (`caches.paged`) knows which keys each query may see; the model only tells the window of a layer. The
+mask function asks here for the mask of each kind of layer, and the attention function checks that the model has passed it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..kernels import spans
+from . import masks
+from . import step as steps
+
+
+class Ragged:
+    """The keys of each query of one forward.
+
+    sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages, slots: the place in a pool
+    of each new token, int64 (batch * q_len,). keys: the places of all keys, as two tensors: int64 (kv_len,) each for prompts in one
+    row, of which those that follow a cached text see it; None if they are the new tokens. stored, attended: numbers of layers
+    that have stored K and V, and of calls of attention.
+    """
+
+    def __init__(
+        self,
+        sizes: masks.Sizes,
+        build: Callable[[int | None], torch.Tensor],
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        keys: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ):
+        self.sizes, self.build, self.pages, self.slots, self.keys = sizes, build, pages, slots, keys
+        self.masks: dict[int | None, masks.Mask] = {}
+        self.stored = self.attended = 0
+
+    def mask(self, pattern: tuple[bool, int | None] | None, sizes: masks.Sizes, made_for: masks.Names) -> masks.Mask:
+        """The mask for layers of this pattern, (causal, window). Raises ValueError for others."""
+        name, model = made_for
+        if pattern is None or not pattern[0]:
+            raise ValueError(
+                f"{model} has a mask other than causal or of a sliding window (chunks, or tokens that see later ones), and K and "
+                f"V in pages support these two for attn_implementation={name!r}. Use generate()."
+            )
+        if sizes != self.sizes:
+            raise ValueError(f"{model} requests a mask of {sizes} for a step of {self.sizes} over pages. Use generate().")
+        window = pattern[1]
+        if window not in self.masks:
+            ints = self.build(window)
+            self.masks[window] = (masks.of_runs if spans.has_rows(ints) else masks.of_spans)(ints, sizes, made_for)
+        return self.masks[window]
+
+    def check(self, mask: torch.Tensor | None) -> None:
+        """Raise ValueError if the model passes another mask to a layer."""
+        self.attended += 1
+        content = getattr(mask, "content", None)
+        if not any(content is each.content for each in self.masks.values()):
+            raise ValueError("The model makes masks of its own, which do not fit K and V in pages. Use generate().")
+
+    def finish(self) -> None:
+        """Raise ValueError if a layer has stored K and V and has not attended to them here."""
+        if not 0 < self.stored == self.attended:
+            raise ValueError(
+                f"{self.stored} layers of the model store K and V in pages, and {self.attended} attend to them by a backend of "
+                "hf_fastattn. Use generate()."
+            )
+
+
+def of_step() -> Ragged | None:
+    """That of the current forward, if its rows have lengths of their own."""
+    step = steps.innermost()
+    return None if step is None else step.ragged
+
+
+def of_rows(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Spans of one query of each row, after `lengths` tokens, int32 (rows,)."""
+    none, last = torch.zeros_like(lengths), torch.full_like(lengths, spans.CAUSAL)
+    ints = [lengths, none, lengths + 1, torch.full_like(lengths, spans.width_of(window)), last, none]
+    return torch.stack(ints, -1).view(-1, 1, 1, spans.WORDS)
+
+
+def of_prompts(first: torch.Tensor, own: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
+    """Spans of prompts in one row: of each query the index of the first key of its text, and of its own, int64 (tokens,)."""
+    lo = first if window is None else torch.maximum(first, own - window + 1)
+    all_keys = spans.build_spans(1, len(own), kv_len, own.device, causal=False)
+    return spans.with_rows(all_keys, lo[None], own[None] + 1)

@@ -1,0 +1,364 @@
+"""The loop of a job: prompts are read as they find room, rows are decoded one token each, and ended rows make room.
+
+The host reads the tokens of a step while the device computes the next one, so a row that ends by a token runs one step too many,
+whose token is dropped. A page that it frees may still be written by that step: later steps write it after that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import hf
+from ..caches.paged import PagedCache, PagedStorage, on_device
+from ..caches.pages import Key
+from .pick import Picker
+from .prompts import Part, reading_of
+from .requests import Row
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+KEEP = "logits_to_keep"
+_LACKS = "needs {need} pages of {size} tokens, and the pool has {count}. Ask for fewer tokens or more blocks (num_blocks)."
+
+
+class Flight(NamedTuple):
+    """Tokens of a step that the host has not read. event: None on a CPU."""
+
+    rows: list[Row]
+    tokens: torch.Tensor
+    logprobs: torch.Tensor | None
+    event: torch.cuda.Event | None
+
+
+class Loop:
+    """The steps of one job over one storage.
+
+    decode: a forward of one token of each row. read: a forward of prompts. keeps: whether the model takes logits_to_keep.
+    budget: the most tokens of prompts in a step. ends, stops: what ends a text. share: whether texts share pages. fingerprint:
+    a value that changes with the weights. results: of finished requests, by id.
+    """
+
+    def __init__(
+        self,
+        storage: PagedStorage,
+        picker: Picker,
+        decode: Callable[..., Any],
+        read: Callable[..., Any],
+        *,
+        keeps: bool,
+        budget: int,
+        ends: Iterable[int],
+        stops: Callable[[list[int]], bool] | None,
+        share: bool,
+        fingerprint: Callable[[], object],
+    ):
+        self.storage, self.pages, self.picker = storage, storage.pages, picker
+        self.decode, self.read, self.keeps, self.budget = decode, read, keeps, budget
+        self.ends, self.stops, self.share, self.fingerprint = frozenset(ends), stops, share, fingerprint
+        self.device = storage.tables.device
+        self.waiting: deque[Row] = deque()
+        self.reading: list[Row] = []
+        self.rows: list[Row] = []  # those that are decoded, in the order of the table
+        self.flights: deque[Flight] = deque()
+        self.results: dict[str, hf.GenerationOutput] = {}
+        self.cancelled: set[str] = set()
+        self.on_result: Callable[[hf.GenerationOutput], object] | None = None
+        self.weights = fingerprint()
+        self.preempted = self.shared = self.steps = 0
+        self.cache = PagedCache.around(storage)
+
+    # ---- requests ----
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.reading or self.rows or self.flights)
+
+    def cancel(self, request: str) -> None:
+        """End a request, and those that continue its prompt, before the next step."""
+        self.cancelled.add(request)
+
+    def _finish(self, row: Row, error: str | None = None) -> None:
+        row.ended = True
+        result = self.results[row.id] = row.result(error)
+        if self.on_result is not None:
+            self.on_result(result)
+
+    def _cancel(self) -> None:
+        for row in [*self.waiting, *self.reading, *self.rows]:
+            if not row.ended and {row.id, row.id.partition("__child#")[0]} & self.cancelled:
+                rest = [row.twin(index) for index in range(row.copies - 1)]
+                for each in (row, *rest):
+                    self._finish(each, "The request was cancelled.")
+        for row in [*self.waiting, *self.reading]:
+            if row.ended:
+                self._drop(row)
+        self.waiting = deque(row for row in self.waiting if not row.ended)
+        self.reading = [row for row in self.reading if not row.ended]
+        self.cancelled.clear()
+
+    def _drop(self, row: Row) -> None:
+        self.pages.drop(row.pages)
+        row.pages, row.done = [], 0
+
+    # ---- one step ----
+
+    def step(self) -> None:
+        """Begin a step of the rows and one of prompts, then read the tokens of the steps before."""
+        before = len(self.flights)
+        if self.cancelled:
+            self._cancel()
+        self._leave()
+        self._cross()
+        parts = self._plan()
+        if self.rows:
+            self._decode()
+        if parts:
+            self._read(parts)
+        elif not self.rows and not self.flights and self.waiting:
+            self._fail(self.waiting.popleft())
+        # With nothing begun there is nothing to wait for but these.
+        self._collect(before if len(self.flights) > before else len(self.flights))
+
+    def _fail(self, row: Row) -> None:
+        need, pages = self.pages.needed(len(row.ids) + 1), self.pages
+        said = _LACKS.format(need=need, size=pages.size, count=pages.count - 1)
+        for each in (row, *(row.twin(index) for index in range(row.copies - 1))):
+            self._finish(each, f"A text of {len(row.ids)} tokens {said}")
+
+    def _leave(self) -> None:
+        """Take rows that have ended, or whose last step has begun, out of the table: the last rows move to their places."""
+        gone = [i for i, row in enumerate(self.rows) if row.ended or row.launched >= row.limit]
+        if not gone:
+            return
+        for i in gone:
+            self._drop(self.rows[i])
+        left = len(self.rows) - len(gone)
+        holes = [i for i in gone if i < left]
+        movers = [i for i in range(left, len(self.rows)) if i not in set(gone)]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.rows[hole] = self.rows[mover]
+        storage, first, last = self.storage, left, len(self.rows)
+        del self.rows[left:]
+        if holes:
+            at = on_device([movers, holes], self.device)
+            for tensor in (storage.tables, storage.lengths, storage.last):
+                tensor[at[1]] = tensor[at[0]]
+            self.picker.move(at[0], at[1])
+        for tensor in (storage.tables, storage.lengths, storage.live, storage.last):
+            tensor[first:last] = 0
+
+    def _cross(self) -> None:
+        """Give a page to each row whose next token begins one. Rows that came last wait again if there is none."""
+        size, edits = self.pages.size, []
+        i = 0
+        while i < len(self.rows):
+            row = self.rows[i]
+            if row.done % size or row.done // size < len(row.pages):
+                i += 1
+                continue
+            if (taken := self.pages.take(1)) is None:
+                if self.flights:  # the texts of rows that wait again must be known
+                    self._collect(len(self.flights))
+                    self._write(edits)
+                    edits = []
+                    self._leave()
+                    i = 0
+                else:
+                    self._preempt()
+                continue
+            row.pages += taken
+            edits.append((i, len(row.pages) - 1, taken[0]))
+            i += 1
+        self._write([edit for edit in edits if edit[0] < len(self.rows)])
+
+    def _write(self, edits: list[tuple[int, int, int]]) -> None:
+        if edits:
+            at = on_device([*map(list, zip(*edits, strict=True))], self.device)
+            self.storage.tables[at[0], at[1]] = at[2].to(torch.int32)
+
+    def _preempt(self) -> None:
+        """The last row waits for pages, and is read again."""
+        row = self.rows.pop()
+        place = len(self.rows)
+        for tensor in (self.storage.tables, self.storage.lengths, self.storage.live, self.storage.last):
+            tensor[place] = 0
+        self._drop(row)
+        self.preempted += 1
+        if not self.rows and not self.reading and self.pages.needed(len(row.ids) + 1) > self.pages.count - 1:
+            self._fail(row)
+        else:
+            self.waiting.appendleft(row)
+
+    def _plan(self) -> list[Part]:
+        """The prompts, or parts of them, that the next forward reads."""
+        if self.share and self.waiting and (now := self.fingerprint()) != self.weights:
+            self.pages.forget_all()
+            self.weights = now
+        left, parts = self.budget, []
+        coming: set[Key] = set()  # the next pages of texts that are read now: another text waits to find them
+        for row in self.reading:
+            count = min(left, len(row.ids) - row.done)
+            if not count or not self._make_room(row, row.done + count):
+                break
+            parts.append(Part(row, count))
+            left -= count
+        for row in self.reading:
+            self._note(row, coming)
+        room = self.storage.most_rows - len(self.rows) - sum(min(row.copies, self.storage.most_rows) for row in self.reading)
+        for row in [*self.waiting]:
+            if left <= 0 or room < min(row.copies, self.storage.most_rows):
+                break
+            pages, key = self.pages.match(row.ids) if self.share else ([], None)
+            if key is not None and key in coming:
+                continue
+            self.pages.share(pages)
+            row.pages, row.done = pages, len(pages) * self.pages.size
+            count = min(left, len(row.ids) - row.done)
+            if not self._make_room(row, row.done + count):
+                self._drop(row)
+                break
+            self.shared += row.done
+            self.waiting.remove(row)
+            self.reading.append(row)
+            row.begun = row.begun if row.begun >= 0 else time.perf_counter()
+            parts.append(Part(row, count))
+            left -= count
+            room -= min(row.copies, self.storage.most_rows)
+            if key is not None:
+                coming.add(key)
+        if not parts and not self.rows and not self.flights and len(self.reading) > 1:
+            self._restart()  # prompts that are read in part hold all pages
+        return parts
+
+    def _note(self, row: Row, coming: set[Key]) -> None:
+        if self.share and (key := self.pages.match(row.ids)[1]) is not None:
+            coming.add(key)
+
+    def _restart(self) -> None:
+        row = self.reading.pop()
+        self._drop(row)
+        self.waiting.appendleft(row)
+
+    def _make_room(self, row: Row, tokens: int) -> bool:
+        need = self.pages.needed(tokens) - len(row.pages)
+        if need > 0:
+            # A row that is decoded goes first: prompts leave it a page for its next tokens.
+            spare = sum(not each.done % self.pages.size for each in self.rows)
+            if self.pages.available - need < spare or (taken := self.pages.take(need)) is None:
+                return False
+            row.pages += taken
+        return True
+
+    # ---- forwards ----
+
+    def _decode(self) -> None:
+        storage, rows = self.storage, self.rows
+        bucket = next((size for size in BUCKETS if len(rows) <= size <= storage.most_rows), storage.most_rows)
+        storage.bucket, storage.prompts = bucket, None
+        lengths = storage.lengths[:bucket]
+        positions = lengths.long()[:, None]
+        given = {"input_ids": storage.last[:bucket, None], "position_ids": positions, hf.CACHE: self.cache, "use_cache": True}
+        if self.keeps:
+            given[KEEP] = 1
+        logits = self.decode(**given).logits[: len(rows), -1]
+        for row in rows:
+            row.done += 1
+        tokens, logprobs = self.picker(logits, rows, True)
+        self.picker.add(lengths[: len(rows)], tokens)
+        for row in rows:
+            row.launched += 1
+        storage.last[: len(rows)] = tokens
+        self.steps += 1
+        self._fly([*rows], tokens, logprobs)
+
+    def _read(self, parts: list[Part]) -> None:
+        ids, positions, sees, ended, kept = reading_of(parts, self.pages.size, self.device)
+        given = {"input_ids": ids, "position_ids": positions, hf.CACHE: self.cache, "use_cache": True}
+        if self.keeps:
+            given[KEEP] = kept
+        self.storage.prompts = sees
+        try:
+            logits = self.read(**given).logits[0]
+        finally:
+            self.storage.prompts = None
+        for row, count in parts:
+            row.done += count
+            if self.share:
+                self.pages.publish(row.ids, row.pages, row.done)
+        if ended:
+            self._admit([part.row for part in ended], logits if self.keeps else logits[kept])
+
+    def _admit(self, ended: list[Row], logits: torch.Tensor) -> None:
+        """Choose the first token of each text whose prompt has been read, and of the texts that continue it."""
+        texts: list[Row] = []
+        of: list[int] = []
+        copies: list[tuple[int, int]] = []
+        later: list[Row] = []
+        room = self.storage.most_rows - len(self.rows) - len(ended)
+        for index, row in enumerate(ended):
+            self.reading.remove(row)
+            full, rest = divmod(row.done, self.pages.size)
+            texts.append(row)
+            of.append(index)
+            for twin in [row.twin(index) for index in range(row.copies - 1)]:
+                taken = self.pages.take(1 if rest else 0) if room > 0 else None
+                if taken is None:  # it is read again, from shared pages
+                    later.append(twin)
+                    continue
+                self.pages.share(row.pages[:full])
+                twin.pages, twin.done = row.pages[:full] + taken, row.done
+                copies += [(row.pages[full], page) for page in taken]
+                texts.append(twin)
+                of.append(index)
+                room -= 1
+            row.copies = 1
+        self.waiting.extendleft(reversed(later))
+        if copies:
+            self.storage.copy([a for a, _ in copies], [b for _, b in copies], self.device)
+        if len(of) > len(ended):
+            logits = logits[on_device(of, self.device)]
+        tokens, logprobs = self.picker(logits, texts, False)
+        self._place(texts, tokens)
+        for row in texts:
+            row.launched += 1
+        self._fly(texts, tokens, logprobs)
+
+    def _place(self, texts: list[Row], tokens: torch.Tensor) -> None:
+        """Put texts behind the rows of the table."""
+        storage, start = self.storage, len(self.rows)
+        width = max(len(row.pages) for row in texts)
+        tables = [row.pages + [0] * (width - len(row.pages)) for row in texts]
+        stop = start + len(texts)
+        storage.tables[start:stop, :width] = on_device(tables, self.device, torch.int32)
+        storage.lengths[start:stop] = on_device([row.done for row in texts], self.device, torch.int32)
+        storage.live[start:stop] = 1
+        storage.last[start:stop] = tokens
+        for index, row in enumerate(texts):
+            self.picker.begin(start + index, row.ids, tokens[index])
+        self.rows += texts
+
+    # ---- tokens ----
+
+    def _fly(self, rows: list[Row], tokens: torch.Tensor, logprobs: torch.Tensor | None) -> None:
+        event = None
+        if tokens.is_cuda:
+            tokens, logprobs = (None if x is None else x.to("cpu", non_blocking=True) for x in (tokens, logprobs))  # type: ignore[assignment]
+            event = torch.cuda.Event()
+            event.record()
+        self.flights.append(Flight(rows, tokens, logprobs, event))
+
+    def _collect(self, count: int) -> None:
+        """Read the tokens of the first steps in flight."""
+        for _ in range(count):
+            rows, tokens, logprobs, event = self.flights.popleft()
+            if event is not None:
+                event.synchronize()
+            found = itertools.repeat(None) if logprobs is None else logprobs.tolist()
+            for row, token, logprob in zip(rows, tokens.tolist(), found, strict=False):
+                if not row.ended and row.takes(token, logprob, self.ends, self.stops):
+                    self._finish(row)

@@ -1,0 +1,67 @@
+"""Prompts, or parts of them, that one forward reads as one row."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ..attention import ragged
+from ..attention.ragged import Ragged
+from ..caches.paged import on_device
+from .requests import Row
+
+
+class Part(NamedTuple):
+    """The next `count` tokens of a prompt."""
+
+    row: Row
+    count: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether they end it."""
+        return self.row.done + self.count == len(self.row.ids)
+
+
+class Reading(NamedTuple):
+    """What a forward reads. ids, positions: (1, tokens). ended: the parts that end a prompt. kept: indices of their last tokens,
+    or of one token if there are none."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    sees: Ragged
+    ended: list[Part]
+    kept: torch.Tensor
+
+
+def reading_of(parts: list[Part], size: int, device: torch.device) -> Reading:
+    """How these parts are read as one row. size: of a page. If one follows a cached text, all keys are gathered from pages."""
+    behind = any(part.row.done for part in parts)
+    ids: list[int] = []
+    positions: list[int] = []
+    pages: list[int] = []
+    first: list[int] = []  # for each token, the index of the first key of its text, and of its own key
+    own: list[int] = []
+    keys: tuple[list[int], list[int]] = [], []
+    last: list[int] = []
+    for row, count in parts:
+        start, stop = row.done, row.done + count
+        begins = len(keys[0]) if behind else len(ids)
+        ids += row.ids[start:stop]
+        positions += range(start, stop)
+        pages += [row.pages[place // size] for place in range(start, stop)]
+        first += [begins] * count
+        own += range(begins + start, begins + stop)
+        if behind:
+            keys[0].extend(row.pages[place // size] for place in range(stop))
+            keys[1].extend(place % size for place in range(stop))
+        last.append(len(ids) - 1)
+    ints = on_device([ids, positions, pages, first, own], device)
+    gathered = on_device([*keys], device).unbind() if behind else None
+    kv_len = len(keys[0]) if behind else len(ids)
+    build = partial(ragged.of_prompts, ints[3], ints[4], kv_len)
+    sees = Ragged((1, len(ids), kv_len), build, ints[2], ints[1] % size, gathered)
+    kept = [index for part, index in zip(parts, last, strict=True) if part.whole] or last[-1:]
+    return Reading(ints[0][None], ints[1][None], sees, [part for part in parts if part.whole], on_device(kept, device))

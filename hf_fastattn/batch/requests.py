@@ -1,0 +1,74 @@
+"""The texts of a job, from the prompt to the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .. import hf
+
+
+class BatchError(RuntimeError):
+    """Requests of generate_batch() have failed. results: of all requests by id, in which `error` says why one has failed."""
+
+    def __init__(self, message: str, results: dict[str, hf.GenerationOutput]):
+        super().__init__(message)
+        self.results = results
+
+
+@dataclass(eq=False)
+class Row:
+    """One text. prompt: its ids. limit: the most new tokens. copies: how many texts continue it, each from a token of its own.
+
+    new: the new ids that the host has read. launched: number of new tokens whose steps have begun. done: tokens whose K and V
+    have been written, or will be by a step that has begun. pages: those that hold them.
+    """
+
+    id: str
+    prompt: list[int]
+    limit: int
+    copies: int = 1
+    stamped: bool = False
+    new: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stamps: list[float] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    done: int = 0
+    launched: int = 0
+    ended: bool = False
+    made: float = field(default_factory=time.perf_counter)
+    begun: float = -1.0
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.new if self.new else self.prompt
+
+    def twin(self, index: int) -> Row:
+        """A text that continues the same prompt."""
+        return Row(f"{self.id}__child#{index}", self.prompt, self.limit, 1, self.stamped, made=self.made, begun=self.begun)
+
+    def takes(self, token: int, logprob: float | None, ends: frozenset[int], stops: Callable[[list[int]], bool] | None) -> bool:
+        """Add a token. Returns whether the text ends."""
+        self.new.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if self.stamped:
+            self.stamps.append(time.perf_counter())
+        if not (token in ends or len(self.new) >= self.limit or (stops is not None and stops(self.ids))):
+            return False
+        self.ended = True
+        return True
+
+    def result(self, error: str | None = None) -> hf.GenerationOutput:
+        return hf.GenerationOutput(
+            request_id=self.id,
+            prompt_ids=self.prompt,
+            generated_tokens=self.new,
+            logprobs=self.logprobs,
+            error=error,
+            status=hf.RequestStatus.FINISHED if error is None else hf.RequestStatus.FAILED,
+            created_time=self.made,
+            lifespan=(self.begun, time.perf_counter()),
+            timestamps=self.stamps if self.stamped else None,
+        )

@@ -1,0 +1,194 @@
+"""K and V in pages of a pool that rows of any length share, and the tables that say which pages a row has.
+
+All pages have one size, and every layer has a pool of K and one of V, (pages, num_kv_heads, page size, head_dim). The token at
+position n of a row is in slot n % size of its page n // size. Layers with a sliding window keep all tokens too.
+Tables, lengths and the flags of live rows are on the device, and a step of one token of each row reads nothing else: the rows of
+`bucket`, of which those that only fill it up write to page 0.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..attention import ragged
+from ..attention import step as steps
+from ..attention.ragged import Ragged
+from ..attention.step import EAGER, Step
+from .buffers import Buffered, Pair, refuse_gradient
+from .contract import Storage
+from .pages import Pages
+from .stored import Arguments, StoredCache
+
+
+class PagedLayer(Buffered):
+    """K and V of one layer, (pages, num_kv_heads, page size, head_dim) each."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, index: int, pages: int, size: int):
+        self.index, self.pages, self.size = index, pages, size
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @property
+    def slots(self) -> None:
+        return None
+
+    def shown(self, index: int) -> None:
+        return None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the pools for states of this shape, (any, num_kv_heads, any, head_dim)."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.buffers = [x.new_zeros(self.pages, x.shape[1], self.size, x.shape[3]) for x in (key_states, value_states)]
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def write(self, rows: Ragged, *states: torch.Tensor) -> Pair:
+        """Store K and V (batch, num_kv_heads, q_len, head_dim) of a step, and return those to attend to."""
+        refuse_gradient(*states)
+        if not self.is_initialized:
+            self.lazy_initialization(*states)
+        for pool, x in zip(self.buffers, states, strict=True):
+            pool[rows.pages, :, rows.slots] = x.transpose(1, 2).flatten(0, 1)
+        rows.stored += 1
+        if rows.keys is not None:
+            keys, values = (pool[rows.keys[0], :, rows.keys[1]].transpose(0, 1)[None] for pool in self.buffers)
+            return keys, values
+        return states[0], states[1]
+
+    def rows(self, table: torch.Tensor) -> Pair:
+        """K and V of all pages of each row, (rows, num_kv_heads, slots, head_dim). table: (rows, pages of each)."""
+        count, most = table.shape
+        keys, values = (
+            pool[table.long()].transpose(1, 2).reshape(count, pool.shape[1], most * self.size, -1) for pool in self.buffers
+        )
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return 0  # rows have lengths of their own; positions are passed to the model
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        step = steps.innermost()
+        return (query_length if step is None or step.ragged is None else step.ragged.sizes[2]), 0
+
+    def update(self, *args: Any, **kwargs: Any) -> Pair:
+        raise NotImplementedError("A layer in pages is written by its cache.")
+
+
+class PagedStorage(Storage):
+    """The pools of all layers, and the rows that are decoded. most_rows, width: rows and pages of a row that the table has.
+
+    bucket: the number of rows of a step; live rows come first. prompts: what the prompts of the current forward see, None in a
+    step of the rows.
+    """
+
+    takes_mask = False
+    layers: list[PagedLayer]
+
+    def __init__(self, layers: int, pages: int, size: int, most_rows: int, width: int, device: torch.device):
+        self.pages = Pages(pages, size)
+        self.layers = [PagedLayer(index, pages, size) for index in range(layers)]
+        self.most_rows, self.width = most_rows, width
+        with torch.inference_mode(False):
+            self.tables = torch.zeros(most_rows, width, dtype=torch.int32, device=device)
+            self.lengths = torch.zeros(most_rows, dtype=torch.int32, device=device)
+            self.live = torch.zeros(most_rows, dtype=torch.int32, device=device)
+            self.last = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self.bucket = 0
+        self.steps = 1
+        self.prompts: Ragged | None = None
+
+    @property
+    def rows(self) -> int | None:
+        return self.bucket or None
+
+    @property
+    def seen(self) -> int:
+        return self.steps
+
+    @property
+    def capacity(self) -> int:
+        return self.pages.count * self.pages.size
+
+    @property
+    def variant(self) -> int:
+        return self.bucket
+
+    def fits(self, dtype: torch.dtype, layers: int) -> bool:
+        """Whether its pools, if there are any yet, hold states of this dtype in so many layers."""
+        return len(self.layers) == layers and all(not layer.is_initialized or layer.dtype == dtype for layer in self.layers)
+
+    def states(self) -> list[torch.Tensor]:
+        return [self.lengths]
+
+    def reset(self) -> None:
+        """Discard all tokens and rows; the pools and tables stay in place."""
+        self.pages = Pages(self.pages.count, self.pages.size)
+        for tensor in (self.tables, self.lengths, self.live, self.last):
+            tensor.zero_()
+        self.bucket, self.prompts, self.cut_short = 0, None, False
+
+    def copy(self, source: list[int], target: list[int], device: torch.device) -> None:
+        """Copy pages, of all layers."""
+        at = on_device([source, target], device)
+        for layer in self.layers:
+            for pool in layer.buffers:
+                pool[at[1]] = pool[at[0]]
+
+    def present(self) -> Ragged:
+        """What the rows of the table see in a step of one token of each."""
+        rows, size = self.bucket, self.pages.size
+        lengths, table = self.lengths[:rows], self.tables[:rows]
+        pages = table.gather(1, (lengths // size).long()[:, None])[:, 0]
+        sizes = rows, 1, self.width * size
+        return Ragged(sizes, partial(ragged.of_rows, lengths), pages.long(), (lengths % size).long())
+
+    def step(self) -> None:
+        self.lengths[: self.bucket] += self.live[: self.bucket]
+
+    def advance(self, tokens: int = 1) -> None:
+        self.steps += 1
+
+
+class PagedCache(StoredCache):
+    """The `cache` of a forward over a PagedStorage. `generate_batch` of a patched model makes it; generate() takes none."""
+
+    storage: PagedStorage
+
+    def begin(self, step: Step, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        super().begin(step, model, args, kwargs)
+        step.ragged = self.storage.prompts or self.storage.present()
+        return None
+
+    def end(self, step: Step, output: Any) -> Any:
+        super().end(step, output)
+        if output is not None and step.ragged is not None:
+            step.ragged.finish()
+            if step.mode == EAGER:
+                if step.ragged is not self.storage.prompts:
+                    self.storage.step()
+                self.storage.advance()
+        return None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> Pair:
+        step = steps.over(self.storage)
+        if step is None or step.ragged is None:
+            raise ValueError("A cache in pages is written by generate_batch() of a patched model, and by no other forward.")
+        layer: PagedLayer = self.storage.layers[layer_idx]
+        written = layer.write(step.ragged, key_states, value_states)
+        return written if self.storage.prompts is not None else layer.rows(self.storage.tables[: self.storage.bucket])
+
+
+def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A tensor of these values, which is copied without waiting for the device."""
+    with torch.inference_mode(False):
+        made = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        return made.to(device, non_blocking=True)

@@ -1,0 +1,122 @@
+"""Transformers' continuous batching: its arguments and results, which generate_batch() of a patched model has too."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from .longrope import KIND, rope_types
+
+__all__ = [
+    "BATCH",
+    "GenerationOutput",
+    "RequestStatus",
+    "batch_settings",
+    "longest_rotated",
+    "page_size_of",
+    "processors_of",
+    "progress",
+    "reads_ids",
+    "stop_check",
+    "takes_argument",
+]
+
+BATCH = "generate_batch"
+# Whose result depends on the scores alone.
+_OF_SCORES = frozenset(
+    f"{name}{kind}"
+    for name in ("Temperature", "TopK", "TopP", "TopH", "MinP", "Typical", "Epsilon", "Eta", "SuppressTokens", "InfNanRemove")
+    for kind in ("LogitsWarper", "LogitsProcessor")
+) | {"LogitNormalization"}
+
+
+def batch_settings(
+    model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]
+) -> tuple[GenerationConfig, Callable[[int], int], dict[str, Any]]:
+    """(the configuration of a call, the most new tokens of a prompt by its length, the arguments that are in neither)."""
+    default = kwargs.get("max_length") is None and (config is None or config.max_length is None)
+    made, others = model._prepare_generation_config(copy.deepcopy(config), **kwargs)
+    for unset in ("output_attentions", "output_hidden_states", "use_cache"):  # which it adds for the forward
+        if others.get(unset) is None or others.get(unset) == getattr(made, unset, None):
+            others.pop(unset, None)
+    model._prepare_special_tokens(made, True, device=model.device)
+
+    def limit(prompt: int) -> int:
+        if made.max_new_tokens is not None:
+            return int(made.max_new_tokens)
+        longest = 20 if made.max_length is None else int(made.max_length)
+        return longest if default else longest - prompt
+
+    return made, limit, others
+
+
+def page_size_of(config: ContinuousBatchingConfig) -> int:
+    """The number of tokens of a page, whose name has changed."""
+    size: int = getattr(config, "page_size", None) or getattr(config, "block_size", None) or 0
+    return size
+
+
+def processors_of(model: PreTrainedModel, config: GenerationConfig, prompt: int, more: Sequence[Any] | None) -> list[Any]:
+    """The logits processors for a prompt of so many tokens, with those of the caller."""
+    added = logits_process.LogitsProcessorList(more or [])
+    return list(
+        model._get_logits_processor(
+            config, input_ids_seq_length=prompt, logits_processor=added, device=str(model.device), model_kwargs={}
+        )
+    )
+
+
+def reads_ids(processor: object) -> bool:
+    """Whether a logits processor may read the ids of the text."""
+    cls = type(processor)
+    return not (cls.__module__ == logits_process.__name__ and cls.__name__ in _OF_SCORES)
+
+
+def stop_check(config: GenerationConfig, tokenizer: Any) -> Callable[[list[int]], bool] | None:
+    """Whether the ids of a text end with one of stop_strings, as a function; None if there are none."""
+    if not config.stop_strings:
+        return None
+    criterion = stopping_criteria.StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings)
+
+    def check(ids: list[int]) -> bool:
+        tail = torch.tensor([ids[-criterion.maximum_token_len :]], device="cpu")
+        return bool(criterion(tail, None)[0])
+
+    return check
+
+
+def longest_rotated(model: PreTrainedModel) -> int | None:
+    """The longest text for which all rows of a batch have the same rotary frequencies; None if any text has."""
+    found = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        for layer, kind in rope_types(module).items():
+            if kind in (KIND, "dynamic"):
+                rope = config.rope_parameters if layer is None else config.rope_parameters[layer]
+                found.append(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return min(found, default=None)
+
+
+def takes_argument(model: PreTrainedModel, name: str) -> bool:
+    """Whether the model's forward has an argument of this name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+@contextmanager
+def progress(requests: int, shown: bool) -> Iterator[Callable[[int], object] | None]:
+    """A bar on the terminal, as a function that takes numbers of finished requests; None if it is not shown."""
+    if not shown:
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=requests, desc=f"Solving {requests} requests", unit="request") as bar:
+        yield bar.update
