@@ -19,8 +19,8 @@ class Ragged:
     """The keys of each query of one forward.
 
     sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages, slots: the place in a pool
-    of each new token, int64 (batch * q_len,). keys: the places of all keys, as two tensors: int64 (kv_len,) each for prompts in one
-    row, of which those that follow a cached text see it; None if they are the new tokens. stored, attended: numbers of layers
+    of each new token, int64 (batch * q_len,). keys: the places of all keys, as two tensors, int64 (kv_len,) each, for prompts in
+    one row of which some follow a cached text; None if they are the new tokens. stored, attended: numbers of layers
     that have stored K and V, and of calls of attention.
     """
 

@@ -119,13 +119,13 @@ class Loop:
             self._decode()
         if parts:
             self._read(parts)
-        elif not self.rows and not self.flights and self.waiting:
-            self._fail(self.waiting.popleft())
+        elif not self.rows and not self.flights and self.waiting and not self.reading:
+            raise RuntimeError(f"No page is free, and none of {self.pages.in_use} in use is that of a row.")
         # With nothing begun there is nothing to wait for but these.
         self._collect(before if len(self.flights) > before else len(self.flights))
 
     def _fail(self, row: Row) -> None:
-        need, pages = self.pages.needed(len(row.ids) + 1), self.pages
+        need, pages = self.pages.needed(row.next), self.pages
         said = _LACKS.format(need=need, size=pages.size, count=pages.count - 1)
         for each in (row, *(row.twin(index) for index in range(row.copies - 1))):
             self._finish(each, f"A text of {len(row.ids)} tokens {said}")
@@ -189,10 +189,7 @@ class Loop:
             tensor[place] = 0
         self._drop(row)
         self.preempted += 1
-        if not self.rows and not self.reading and self.pages.needed(len(row.ids) + 1) > self.pages.count - 1:
-            self._fail(row)
-        else:
-            self.waiting.appendleft(row)
+        self.waiting.appendleft(row)
 
     def _plan(self) -> list[Part]:
         """The prompts, or parts of them, that the next forward reads."""
@@ -211,6 +208,10 @@ class Loop:
             self._note(row, coming)
         room = self.storage.most_rows - len(self.rows) - sum(min(row.copies, self.storage.most_rows) for row in self.reading)
         for row in [*self.waiting]:
+            if self.pages.needed(row.next) >= self.pages.count:
+                self.waiting.remove(row)
+                self._fail(row)
+                continue
             if left <= 0 or room < min(row.copies, self.storage.most_rows):
                 break
             pages, key = self.pages.match(row.ids) if self.share else ([], None)

@@ -44,6 +44,11 @@ class Row:
     def ids(self) -> list[int]:
         return self.prompt + self.new if self.new else self.prompt
 
+    @property
+    def next(self) -> int:
+        """Number of tokens whose K and V are stored when the host has read one more, or none is left."""
+        return min(len(self.ids) + 1, len(self.prompt) + self.limit - 1)
+
     def twin(self, index: int) -> Row:
         """A text that continues the same prompt."""
         return Row(f"{self.id}__child#{index}", self.prompt, self.limit, 1, self.stamped, made=self.made, begun=self.begun)

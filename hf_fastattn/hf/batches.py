@@ -16,7 +16,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from .longrope import KIND, rope_types
 
 __all__ = [
-    "BATCH",
     "GenerationOutput",
     "RequestStatus",
     "batch_settings",
@@ -29,7 +28,6 @@ __all__ = [
     "takes_argument",
 ]
 
-BATCH = "generate_batch"
 # Whose result depends on the scores alone.
 _OF_SCORES = frozenset(
     f"{name}{kind}"

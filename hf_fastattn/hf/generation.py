@@ -26,7 +26,8 @@ GENERATE = "generate"
 PREPARE_CACHE = "_prepare_cache_for_generation"  # adds a cache to the arguments of a call
 PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one step
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
-BATCHES = "init_continuous_batching"  # what generate_batch() calls, for a paged cache
+BATCHES = "init_continuous_batching"  # what its own generate_batch() calls, for a paged cache
+BATCH = "generate_batch"
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 
 _LOOPS = (GENERATE, "_sample", "_beam_search", "_assisted_decoding", "_get_candidate_generator")
@@ -114,7 +115,7 @@ def bookkeeping() -> frozenset[str]:
     own = {name for name in vars(PreTrainedModel) if name.startswith("_")} | set(vars(GenerationMixin))
     plans = {"_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan"}  # how weights are divided when they are loaded
     hooks = {"_require_grads_hook", "_require_grads_hooks"}  # of enable_input_require_grads(), which itself is compared
-    return frozenset(own | plans | hooks | {"generation_config", "all_tied_weights_keys", CALL, BATCHES})
+    return frozenset(own | plans | hooks | {"generation_config", "all_tied_weights_keys", CALL, BATCHES, BATCH})
 
 
 def generator_of(device: torch.device) -> torch.Generator:

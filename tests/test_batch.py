@@ -1,0 +1,390 @@
+"""generate_batch() of a patched model: every text has the tokens that generate() of the unpatched model gives it alone."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+
+import fake_graph
+import pytest
+import torch
+from models import FAMILIES, tiny
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor
+
+import hf_fastattn
+from hf_fastattn import hf
+from hf_fastattn.batch import job, loop
+from hf_fastattn.batch.requests import BatchError
+from hf_fastattn.caches import paged
+from hf_fastattn.caches.pages import Pages
+
+GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 512}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "num_key_value_heads": 4}
+MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+MORE = {
+    "cohere": {},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": MOE,
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "granite": {},
+    "gptj": GPTJ,
+    "gpt2": GPT2,
+    "gpt_neox": {"num_key_value_heads": 4},
+    "stablelm": {},
+    "phi": {"num_key_value_heads": 4},
+    "smollm3": {},
+    "glm4": {"head_dim": 16},
+    "nemotron": {},
+    "biogpt": {"num_key_value_heads": 4},
+    "starcoder2": {},
+}
+ALL = FAMILIES | {name: (name, own) for name, own in MORE.items()}
+FEW = ("llama", "gemma2", "opt", "gptj")
+NEW = 8
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, 120, (length,), generator=generator).tolist() for length in lengths]
+
+
+def ragged() -> list[list[int]]:
+    """Prompts that end in, at and behind the ends of pages, of which some begin alike, up to the last token of a page too."""
+    found = prompts(3, 40, 17, 1, 16, 15, 33)
+    start = found[1] + found[2]
+    return [*found, [*start, 5], [*start, 9, 9], found[1], [*found[1][:31], 7]]
+
+
+def options(**more) -> GenerationConfig:
+    return GenerationConfig(**{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more})
+
+
+def sizes(**more) -> ContinuousBatchingConfig:
+    """Small pages, chunks of prompts, and fewer rows than prompts."""
+    page = more.pop("page", 16)
+    name = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
+    return ContinuousBatchingConfig(**{name: page, "max_batch_tokens": 24, "max_requests_per_batch": 5, **more})
+
+
+def alone(model, texts, config=None, **more) -> list[list[int]]:
+    """The tokens of generate() for each text."""
+    config = config or options()
+    found = []
+    for ids in texts:
+        inputs = torch.tensor([ids])
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=copy.deepcopy(config), **more)
+        found += out[:, len(ids) :].tolist()
+    return found
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The loops of the calls of a test, whose pages are all free at the end."""
+    made = []
+    own = job.loop_of
+    monkeypatch.setattr(job, "loop_of", lambda *given: made.append(own(*given)) or made[-1])
+    yield made
+    assert made
+    assert all(each.pages.in_use == 0 for each in made)
+
+
+def tokens(results) -> list[list[int]]:
+    return [result.generated_tokens for result in results.values()]
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in ALL]
+)
+def test_families(family, seen):
+    model_type, own = ALL[family]
+    model, texts = tiny(model_type, "eager", **own), ragged()
+    expected = alone(model, texts)
+    with hf_fastattn.patch(model):
+        for config in (sizes(), sizes(page=64, max_batch_tokens=4096, max_requests_per_batch=64)):
+            assert tokens(model.generate_batch(texts, options(), config)) == expected
+    assert [each.shared > 0 for each in seen] == [True, True][:1] + [False]
+
+
+def test_steps_are_graphs(monkeypatch, seen):
+    fake_graph.use(monkeypatch)
+    model, texts = tiny("gemma2", "eager", **FAMILIES["gemma2"][1]), ragged()
+    expected = alone(model, texts)
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            assert tokens(model.generate_batch(texts, options(), sizes())) == expected
+        captures = patch.captures
+        assert 0 < captures <= 4 and patch.uncaptured == 0 and patch.replays > seen[0].steps
+        assert tokens(model.generate_batch(texts, options(), sizes())) == expected
+        assert patch.captures == captures  # the pages and their graphs are kept
+
+
+def test_few_pages(seen):
+    model, texts = tiny("llama", "eager"), prompts(15, 14, 13, 12)
+    expected = alone(model, texts, options(max_new_tokens=30))
+    with hf_fastattn.patch(model):
+        config = sizes(num_blocks=5, max_batch_tokens=64)
+        assert tokens(model.generate_batch(texts, options(max_new_tokens=30), config)) == expected
+    assert seen[0].preempted > 0
+
+
+@pytest.mark.parametrize("pages", [None, 7])
+def test_samples(pages, seen):
+    model, texts = tiny("llama", "eager"), prompts(20, 16)
+    config = options(do_sample=True, top_k=1, num_return_sequences=3)
+    expected = alone(model, texts, config)
+    with hf_fastattn.patch(model):
+        found = model.generate_batch(texts, config, sizes(num_blocks=pages, max_requests_per_batch=2 if pages else 8))
+    assert tokens(found) == expected
+    assert list(found) == ["req_0__child#0", "req_0__child#1", "req_0", "req_1__child#0", "req_1__child#1", "req_1"]
+
+
+def test_samples_differ():
+    model = tiny("llama", "eager")
+    with hf_fastattn.patch(model):
+        torch.manual_seed(0)
+        config = options(do_sample=True, num_return_sequences=4, temperature=3.0)
+        assert len({tuple(each) for each in tokens(model.generate_batch(prompts(20), config))}) == 4
+
+
+class Banned(LogitsProcessor):
+    """Bans every token that the text has had, and the number of them."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.scatter(1, input_ids, -torch.inf)
+        scores[:, input_ids.shape[1] % scores.shape[1]] = -torch.inf
+        return scores
+
+
+PROCESSED = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "min_new_tokens": {"min_new_tokens": 5},
+    "bad_words_ids": {"bad_words_ids": [[n] for n in range(5, 60)]},
+    "suppress_tokens": {"suppress_tokens": [*range(5, 60)]},
+    "forced_eos": {"forced_eos_token_id": 3},
+}
+
+
+@pytest.mark.parametrize("case", [*PROCESSED, "of the caller"])
+def test_processors_read_the_ids_of_their_row(case, seen):
+    model, texts = tiny("llama", "eager"), ragged()
+    plain = alone(model, texts)
+    config = options(eos_token_id=[plain[0][2], plain[1][4]], **PROCESSED.get(case, {}))
+    if case == "forced_eos":
+        config.max_length = None
+    more = {} if case in PROCESSED else {"logits_processor": [Banned()]}
+    expected = alone(model, texts, config, **more)
+    with hf_fastattn.patch(model):
+        found = tokens(model.generate_batch(texts, config, sizes(), **more))
+        assert tokens(model.generate_batch(texts, config, sizes(num_blocks=12), **more)) == found
+    if case != "forced_eos":
+        assert found == expected and found != plain
+
+
+def test_ends(seen):
+    model, texts = tiny("llama", "eager"), ragged()
+    plain = alone(model, texts)
+    ends = [plain[0][0], plain[1][3]]  # the first token of a text ends it
+    expected = alone(model, texts, options(eos_token_id=ends))
+    limits = [1, 2, 3, NEW] * 3
+    with hf_fastattn.patch(model):
+        assert tokens(model.generate_batch(texts, options(eos_token_id=ends), sizes())) == expected
+        found = model.generate_batch(texts, options(), sizes(), max_new_tokens=limits[: len(texts)])
+    assert tokens(found) == [each[:limit] for each, limit in zip(plain, limits, strict=False)]
+    assert all(result.is_finished() and result.error is None for result in found.values())
+
+
+def test_log_probabilities_and_times():
+    model, texts = tiny("llama", "eager"), prompts(5, 20)
+    with hf_fastattn.patch(model):
+        found = model.generate_batch(texts, options(), sizes(return_logprobs=True), record_timestamps=True)
+    for ids, result in zip(texts, found.values(), strict=True):
+        logits = model(torch.tensor([ids + result.generated_tokens])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(result.generated_tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=1e-4)
+        assert len(result.timestamps) == NEW and result.prompt_ids == ids
+
+
+class Cancels(LogitsProcessor):
+    def __init__(self, loops, *requests):
+        self.loops, self.requests, self.calls = loops, requests, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 4:
+            for request in self.requests:
+                self.loops[-1].cancel(request)
+        return scores
+
+
+def test_cancelled_requests(seen):
+    model, texts = tiny("llama", "eager"), ragged()
+    expected = alone(model, texts)
+    with hf_fastattn.patch(model):
+        with pytest.raises(BatchError, match="2 of 11 requests have failed .*cancelled") as caught:
+            model.generate_batch(texts, options(), sizes(), logits_processor=[Cancels(seen, "req_0", "req_10")])
+        results = caught.value.results
+        assert [key for key, each in results.items() if each.error] == ["req_0", "req_10"]
+        assert tokens(results)[1:-1] == expected[1:-1] and results["req_0"].generated_tokens == expected[0][:3][
+            : len(results["req_0"].generated_tokens)
+        ]
+
+
+def test_a_prompt_longer_than_all_pages(seen):
+    model, texts = tiny("llama", "eager"), prompts(5, 90, 20)
+    expected = alone(model, texts)
+    with hf_fastattn.patch(model):
+        with pytest.raises(BatchError, match=r"req_1: A text of 90 tokens needs 6 pages of 16 tokens, and the pool has 4") as caught:
+            model.generate_batch(texts, options(), sizes(num_blocks=4))
+    found = caught.value.results
+    assert found["req_0"].generated_tokens == expected[0] and found["req_2"].generated_tokens == expected[2]
+    assert found["req_1"].status == hf.RequestStatus.FAILED
+
+
+class Interrupts(LogitsProcessor):
+    error: BaseException = KeyboardInterrupt()
+    calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 5:
+            raise self.error
+        return scores
+
+
+def test_an_interrupted_call(seen):
+    model, texts = tiny("llama", "eager"), ragged()
+    expected = alone(model, texts)
+    with hf_fastattn.patch(model):
+        with pytest.raises(KeyboardInterrupt):
+            model.generate_batch(texts, options(), sizes(), logits_processor=[Interrupts()])
+        assert tokens(model.generate_batch(texts, options(), sizes())) == expected
+    seen[0].pages = seen[1].pages
+
+
+def test_an_undone_patch(seen):
+    model, texts = tiny("llama", "eager"), ragged()
+    patch = hf_fastattn.patch(model)
+
+    class Undoes(Interrupts):
+        def __call__(self, input_ids, scores):
+            if not patch.undone:
+                patch.undo()
+            return scores
+
+    with pytest.raises(RuntimeError, match="undone during a generate_batch"):
+        model.generate_batch(texts, options(), sizes(), logits_processor=[Undoes()])
+    assert "generate_batch" not in vars(model) and isinstance(model.generate_batch, types.MethodType)
+    seen.append(types.SimpleNamespace(pages=Pages(2, 16)))
+    del seen[0]
+
+
+def test_other_weights_and_threads(seen):
+    model, texts = tiny("llama", "eager"), ragged()
+    first = alone(model, texts)
+    with hf_fastattn.patch(model):
+        assert tokens(model.generate_batch(texts, options(), sizes())) == first
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        found: dict[int, list] = {}
+
+        def call(index: int) -> None:
+            with torch.inference_mode():
+                found[index] = tokens(model.generate_batch(texts, options(), sizes()))
+
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found[0] == found[1] == alone(model, texts) != first
+
+
+def test_weights_that_change_in_a_call(seen):
+    """Pages of old weights are found by no text that is read later."""
+    model = tiny("llama", "eager")
+    start = prompts(40)[0]
+    texts = [[*start, 5], [*start, 6], [*start, 7]]
+
+    class Changes(Interrupts):
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            if self.calls == 1:
+                with torch.no_grad():
+                    model.lm_head.weight.mul_(1.0)
+            return scores
+
+    with hf_fastattn.patch(model):
+        model.generate_batch(texts, options(), sizes(max_requests_per_batch=1), logits_processor=[Changes()])
+        changed = seen[0].shared
+        model.generate_batch(texts, options(), sizes(max_requests_per_batch=1))
+    assert changed < seen[1].shared == 64
+
+
+def test_stop_strings():
+    class Words:
+        """A tokenizer whose token n is the word of letter n."""
+
+    pytest.importorskip("tokenizers")
+
+
+@pytest.mark.parametrize(
+    ("texts", "more", "error"),
+    [
+        ("text", {}, "takes a list of prompts, each a list of ids"),
+        ([[1], "text"], {}, "prompt 1 is 'text'"),
+        ([[1], []], {}, "Prompt 1 is empty"),
+        ([[1, 500]], {}, "ids from 1 to 500; the model has those from 0 to 127"),
+        ([[1]], {"max_new_tokens": 0}, "at least 1; got 0 for prompt 0"),
+        ([[1]], {"max_new_tokens": [1, 2]}, "has 2 numbers for 1 prompts"),
+        ([[1]], {"num_beams": 2}, "does not support num_beams=2"),
+        ([[1]], {"assistant_model": object()}, "does not support 'assistant_model'"),
+        ([[1]], {"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
+        ([[1]], {"stop_strings": ["a"]}, "pass tokenizer="),
+        ([[1]], {"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
+    ],
+)
+def test_refusals(texts, more, error):
+    model = tiny("llama", "eager")
+    with hf_fastattn.patch(model), pytest.raises((ValueError, TypeError), match=error):
+        model.generate_batch(texts, options(), **more)
+
+
+def test_no_prompts_and_one_token():
+    model = tiny("llama", "eager")
+    expected = alone(model, [[7]])
+    with hf_fastattn.patch(model):
+        assert model.generate_batch([], options()) == {}
+        assert tokens(model.generate_batch([[7]], options())) == expected
+
+
+def test_pages():
+    pages, text = Pages(8, 4), [*range(20)]
+    first = pages.take(5)
+    pages.publish(text, first, 12)  # three of them are written
+    found, key = pages.match(text)
+    assert found == first[:3] and key == (first[2], tuple(text[12:16]))
+    assert pages.match(text[:12])[0] == first[:2]  # one token is left to read
+    assert pages.match([99, *text[1:]])[0] == [] and pages.match([*text[:7], 99, *text[8:]])[0] == first[:1]
+    pages.drop(first)
+    assert pages.in_use == 0 and pages.available == 7
+    pages.share(first[:1])
+    assert len(pages.take(6)) == 6 and pages.take(1) is None  # the end of the text is forgotten, its beginning is in use
+    assert pages.match(text)[0] == first[:1]
+
+
+def test_a_page_keeps_its_meaning_when_the_page_before_is_forgotten():
+    pages = Pages(4, 2)
+    old = pages.take(2)
+    pages.publish([1, 2, 3, 4], old, 4)
+    pages.drop(old[:1])
+    assert len(pages.take(2)) == 2
+    new = [next(iter(pages.key_of), None)]
+    assert new == [None] and pages.match([1, 2, 3, 4, 5])[0] == []
+
+
+def test_buckets_hold_the_rows():
+    assert max(loop.BUCKETS) >= job.MOST_ROWS and paged.PagedStorage.takes_mask is False
