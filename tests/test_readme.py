@@ -112,10 +112,15 @@ def _train_streaming():
         model(torch.arange(8)[None], use_cache=False)
 
 
-def _batches():
+def _batches(model, **options):
+    with hf_fastattn.patch(model):
+        model.generate_batch([[3, 4]], **options)
+
+
+def _manager():
     model = tiny("llama")
     with hf_fastattn.patch(model):
-        model.generate_batch([[3, 4]])
+        model.init_continuous_batching()
 
 
 def _prompt_learning():
@@ -124,6 +129,8 @@ def _prompt_learning():
 
 
 SHAPE = (1, 2, 4, 64)
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+LATENT |= {"v_head_dim": 8, "first_k_dense_replace": 2}
 T5 = {"d_model": 64, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
 REFUSED = {  # a part of the request in a row of the table: code for the request
     "an unknown backend": lambda: hf_fastattn.get("leen"),
@@ -140,8 +147,10 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "head_dim above 576": lambda: _lean(*[(1, 2, 4, 600)] * 3),
     "head_dim above 512": lambda: _lean(SHAPE, SHAPE, (1, 2, 4, 520)),
     "float64": lambda: _lean(SHAPE, SHAPE, SHAPE, dtype=torch.float64),
-    "continuous batching (": lambda: function.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
-    "of a patched model": lambda: _batches(),
+    "without `patch()`": lambda: function.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
+    "with beams": lambda: _batches(tiny("llama"), num_beams=2),
+    "latent attention": lambda: _batches(tiny("deepseek_v3", **LATENT)),
+    "`init_continuous_batching`": lambda: _manager(),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
     "without generate()": lambda: hf_fastattn.patch(tiny("llama", auto=AutoModelForSequenceClassification)),

@@ -347,8 +347,8 @@ def test_refusals(tmp_path):
     assert runs[1].counts() == (1, 3 * (NEW - 1) - 1, 3 * (NEW - 1))
     runs[1].agrees(runs[0])
     run = Run(tmp_path, "GRPO", "before", use_transformers_continuous_batching=True)
-    with pytest.raises(ValueError, match=r"no paged cache .* use_transformers_continuous_batching=False"):
-        run.train()
+    run.train()
+    assert len(run.trainer.state.log_history) > 1
     run = Run(tmp_path, "GRPO", "before")
     with torch.autocast("cpu", torch.bfloat16):
         run.train()

@@ -197,6 +197,7 @@ def loop_of(
         decode,
         read,
         keeps=hf.takes_argument(model, KEEP),
+        most=settings.rows,
         budget=settings.budget,
         ends=[] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos],
         stops=hf.stop_check(config, settings.tokenizer),

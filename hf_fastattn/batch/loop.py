@@ -39,8 +39,8 @@ class Loop:
     """The steps of one job over one storage.
 
     decode: a forward of one token of each row. read: a forward of prompts. keeps: whether the model takes logits_to_keep.
-    budget: the most tokens of prompts in a step. ends, stops: what ends a text. share: whether texts share pages. fingerprint:
-    a value that changes with the weights. results: of finished requests, by id.
+    most: the most rows. budget: the most tokens of prompts in a step. ends, stops: what ends a text. share: whether texts share
+    pages. fingerprint: a value that changes with the weights. results: of finished requests, by id.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Loop:
         read: Callable[..., Any],
         *,
         keeps: bool,
+        most: int,
         budget: int,
         ends: Iterable[int],
         stops: Callable[[list[int]], bool] | None,
@@ -58,7 +59,7 @@ class Loop:
         fingerprint: Callable[[], object],
     ):
         self.storage, self.pages, self.picker = storage, storage.pages, picker
-        self.decode, self.read, self.keeps, self.budget = decode, read, keeps, budget
+        self.decode, self.read, self.keeps, self.most, self.budget = decode, read, keeps, most, budget
         self.ends, self.stops, self.share, self.fingerprint = frozenset(ends), stops, share, fingerprint
         self.device = storage.tables.device
         self.waiting: deque[Row] = deque()
@@ -154,7 +155,8 @@ class Loop:
 
     def _cross(self) -> None:
         """Give a page to each row whose next token begins one. Rows that came last wait again if there is none."""
-        size, edits = self.pages.size, []
+        size = self.pages.size
+        edits: list[tuple[int, int, int]] = []
         i = 0
         while i < len(self.rows):
             row = self.rows[i]
@@ -206,13 +208,13 @@ class Loop:
             left -= count
         for row in self.reading:
             self._note(row, coming)
-        room = self.storage.most_rows - len(self.rows) - sum(min(row.copies, self.storage.most_rows) for row in self.reading)
+        room = self.most - len(self.rows) - sum(min(row.copies, self.most) for row in self.reading)
         for row in [*self.waiting]:
             if self.pages.needed(row.next) >= self.pages.count:
                 self.waiting.remove(row)
                 self._fail(row)
                 continue
-            if left <= 0 or room < min(row.copies, self.storage.most_rows):
+            if left <= 0 or room < min(row.copies, self.most):
                 break
             pages, key = self.pages.match(row.ids) if self.share else ([], None)
             if key is not None and key in coming:
@@ -229,7 +231,7 @@ class Loop:
             row.begun = row.begun if row.begun >= 0 else time.perf_counter()
             parts.append(Part(row, count))
             left -= count
-            room -= min(row.copies, self.storage.most_rows)
+            room -= min(row.copies, self.most)
             if key is not None:
                 coming.add(key)
         if not parts and not self.rows and not self.flights and len(self.reading) > 1:
@@ -300,7 +302,7 @@ class Loop:
         of: list[int] = []
         copies: list[tuple[int, int]] = []
         later: list[Row] = []
-        room = self.storage.most_rows - len(self.rows) - len(ended)
+        room = self.most - len(self.rows) - len(ended)
         for index, row in enumerate(ended):
             self.reading.remove(row)
             full, rest = divmod(row.done, self.pages.size)

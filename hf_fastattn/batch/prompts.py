@@ -14,15 +14,15 @@ from .requests import Row
 
 
 class Part(NamedTuple):
-    """The next `count` tokens of a prompt."""
+    """The next `tokens` tokens of a prompt."""
 
     row: Row
-    count: int
+    tokens: int
 
     @property
     def whole(self) -> bool:
         """Whether they end it."""
-        return self.row.done + self.count == len(self.row.ids)
+        return self.row.done + self.tokens == len(self.row.ids)
 
 
 class Reading(NamedTuple):
@@ -59,7 +59,8 @@ def reading_of(parts: list[Part], size: int, device: torch.device) -> Reading:
             keys[1].extend(place % size for place in range(stop))
         last.append(len(ids) - 1)
     ints = on_device([ids, positions, pages, first, own], device)
-    gathered = on_device([*keys], device).unbind() if behind else None
+    places = on_device([*keys], device)
+    gathered = (places[0], places[1]) if behind else None
     kv_len = len(keys[0]) if behind else len(ids)
     build = partial(ragged.of_prompts, ints[3], ints[4], kv_len)
     sees = Ragged((1, len(ids), kv_len), build, ints[2], ints[1] % size, gathered)

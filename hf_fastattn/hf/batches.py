@@ -41,11 +41,12 @@ def batch_settings(
 ) -> tuple[GenerationConfig, Callable[[int], int], dict[str, Any]]:
     """(the configuration of a call, the most new tokens of a prompt by its length, the arguments that are in neither)."""
     default = kwargs.get("max_length") is None and (config is None or config.max_length is None)
-    made, others = model._prepare_generation_config(copy.deepcopy(config), **kwargs)
+    generates: Any = model
+    made, others = generates._prepare_generation_config(copy.deepcopy(config), **kwargs)
     for unset in ("output_attentions", "output_hidden_states", "use_cache"):  # which it adds for the forward
         if others.get(unset) is None or others.get(unset) == getattr(made, unset, None):
             others.pop(unset, None)
-    model._prepare_special_tokens(made, True, device=model.device)
+    generates._prepare_special_tokens(made, True, device=model.device)
 
     def limit(prompt: int) -> int:
         if made.max_new_tokens is not None:
@@ -64,9 +65,10 @@ def page_size_of(config: ContinuousBatchingConfig) -> int:
 
 def processors_of(model: PreTrainedModel, config: GenerationConfig, prompt: int, more: Sequence[Any] | None) -> list[Any]:
     """The logits processors for a prompt of so many tokens, with those of the caller."""
+    generates: Any = model
     added = logits_process.LogitsProcessorList(more or [])
     return list(
-        model._get_logits_processor(
+        generates._get_logits_processor(
             config, input_ids_seq_length=prompt, logits_processor=added, device=str(model.device), model_kwargs={}
         )
     )

@@ -134,6 +134,7 @@ class Batches:
         if (found := caches.pool.lend(-settings.size, fits)) is None:
             rows = next((size for size in BUCKETS if size >= settings.rows), settings.rows)
             return PagedStorage(len(caches.kinds), settings.pages, settings.size, rows, settings.width, model.device)
+        assert isinstance(found, PagedStorage)
         found.reset()
         return found
 

@@ -89,7 +89,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours = _Generate(self), self._prepare_cache, _KeptInputs(self), NoManager(self), Batches(self)
+        ours: list[Any] = [_Generate(self), self._prepare_cache, _KeptInputs(self), NoManager(self), Batches(self)]
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
 
