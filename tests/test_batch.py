@@ -15,8 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.batch import job, loop
-from hf_fastattn.batch.requests import BatchError
+from hf_fastattn.batch import BatchError, job, loop
 from hf_fastattn.caches import paged
 from hf_fastattn.caches.pages import Pages
 

@@ -10,7 +10,7 @@ import torch
 from .. import hf, streaming
 from ..kernels.host import gpu
 from ..kernels.spec import Spec, is_plain
-from . import masks, packed, ragged, refuse, runners, training
+from . import masks, packed, refuse, runners, training
 from . import step as steps
 from .backend import get
 
@@ -48,7 +48,7 @@ def attention_forward(
         refuse.unknown_arguments(name, module, kwargs)
     if (prompts := steps.packed()) is not None:
         mask = packed.of_prompts(backend, mask, prompts, query)
-    if (rows := ragged.of_step()) is not None:
+    if (rows := steps.ragged()) is not None:
         rows.check(mask)
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)

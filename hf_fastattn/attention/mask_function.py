@@ -9,7 +9,7 @@ import torch
 
 from .. import hf, streaming
 from ..kernels import spans
-from . import masks, packed, ragged
+from . import masks, packed
 from . import step as steps
 from .backend import get
 
@@ -48,7 +48,7 @@ def attention_mask(
     sizes, at = (batch_size, q_length, kv_length), torch.device(device)
     model = "This model" if config is None else type(config).__name__.removesuffix("Config")
     made_for = name, model
-    if (rows := ragged.of_step()) is not None:
+    if (rows := steps.ragged()) is not None:
         return rows.mask(pattern, sizes, made_for)
     if backend.streaming:
         made = steps.mask_for(sizes, q_offset)

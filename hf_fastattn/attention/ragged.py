@@ -12,7 +12,6 @@ import torch
 
 from ..kernels import spans
 from . import masks
-from . import step as steps
 
 
 class Ragged:
@@ -66,12 +65,6 @@ class Ragged:
                 f"{self.stored} layers of the model store K and V in pages, and {self.attended} attend to them by a backend of "
                 "hf_fastattn. Use generate()."
             )
-
-
-def of_step() -> Ragged | None:
-    """That of the current forward, if its rows have lengths of their own."""
-    step = steps.innermost()
-    return None if step is None else step.ragged
 
 
 def of_rows(lengths: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -179,6 +179,11 @@ def packed() -> Packed | None:
     return _thread.steps[-1].packed if _thread.steps else None
 
 
+def ragged() -> Ragged | None:
+    """What queries of the current forward see, if its rows have lengths of their own."""
+    return _thread.steps[-1].ragged if _thread.steps else None
+
+
 def mask_for(sizes: tuple[int, int, int], q_offset: int | torch.Tensor) -> Mask | None:
     """The mask that a cache has built for the current forward, if this is a request for it and no layer has run yet.
 

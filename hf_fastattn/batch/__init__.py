@@ -2,3 +2,7 @@
 
 `requests` has the texts and results, `pick` chooses tokens, `loop` runs the steps, `job` reads the arguments of a call.
 """
+
+from .requests import BatchError
+
+__all__ = ["BatchError"]

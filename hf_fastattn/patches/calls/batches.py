@@ -23,7 +23,7 @@ _UNDONE = "The patch was undone during a generate_batch(). Undo it after the cal
 
 
 class NoManager:
-    """The instance's init_continuous_batching(), whose manager would run attention that no kernel of the package serves."""
+    """The instance's method that creates a manager of continuous batching, whose attention no backend serves."""
 
     def __init__(self, generation: Generation):
         self.__self__ = generation
@@ -60,7 +60,7 @@ class Batches:
         logits_processor. Of continuous_batching_config it reads page_size, num_blocks, max_batch_tokens, max_requests_per_batch,
         max_memory_percent, allow_block_sharing and return_logprobs; others, persistent_manager and warmup have no effect: pages
         and graphs are kept between calls. Raises ValueError or TypeError, with the reason, for arguments and models that it does
-        not support, and `batch.requests.BatchError`, with all results, after requests have failed.
+        not support, and `batch.BatchError`, with all results, after requests have failed.
         """
         if self.thread == threading.get_ident():
             raise RuntimeError("generate_batch() was called by code that it runs. Call it after the other call has returned.")
