@@ -15,9 +15,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.batch import BatchError, job, loop
-from hf_fastattn.caches import paged
+from hf_fastattn.batch import BatchError, job
 from hf_fastattn.caches.pages import Pages
+from hf_fastattn.hf.version import number_of
 
 GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 512}
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "num_key_value_heads": 4}
@@ -86,7 +86,6 @@ def seen(monkeypatch):
     own = job.loop_of
     monkeypatch.setattr(job, "loop_of", lambda *given: made.append(own(*given)) or made[-1])
     yield made
-    assert made
     assert all(each.pages.in_use == 0 for each in made)
 
 
@@ -98,6 +97,8 @@ def tokens(results) -> list[list[int]]:
 def test_families(family, seen):
     model_type, own = ALL[family]
     model, texts = tiny(model_type, "eager", **own), ragged()
+    if family == "gptj" and number_of(hf.VERSION) < (5, 24):
+        pytest.skip("its code computes attention itself, and cannot be patched")
     expected = alone(model, texts)
     with hf_fastattn.patch(model):
         for config in (sizes(), sizes(page=64, max_batch_tokens=4096, max_requests_per_batch=64)):
@@ -348,6 +349,7 @@ def test_stop_strings(seen):
         ([[1, 500]], {}, "ids from 1 to 500; the model has those from 0 to 127"),
         ([[1]], {"max_new_tokens": 0}, "at least 1; got 0 for prompt 0"),
         ([[1]], {"max_new_tokens": [1, 2]}, "has 2 numbers for 1 prompts"),
+        ([[1]], {"cache_implementation": "paged"}, "reads padding as text"),
         ([[1]], {"num_beams": 2}, "does not support num_beams=2"),
         ([[1]], {"assistant_model": object()}, "does not support 'assistant_model'"),
         ([[1]], {"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
@@ -369,6 +371,27 @@ def test_no_prompts_and_one_token():
         assert tokens(model.generate_batch([[7]], options())) == expected
 
 
+def test_copies_and_a_call_in_a_call(seen):
+    model, texts = tiny("llama", "eager"), ragged()
+    expected = alone(model, texts)
+
+    class Calls(Interrupts):
+        def __call__(self, input_ids, scores):
+            with pytest.raises(RuntimeError, match="called by code that it runs"):
+                model.generate_batch(texts, options())
+            return scores
+
+    with hf_fastattn.patch(model):
+        assert tokens(model.generate_batch(texts, options(), sizes(), logits_processor=[Calls()])) == expected
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+        assert tokens(twin.generate_batch(texts, options(), sizes())) == expected
+        with pytest.raises(ValueError, match="reads padding as text"):
+            model.generate(torch.tensor([[0, 3]]), cache_implementation="paged")
+    hf_fastattn.unpatch(twin)
+
+
 def test_pages():
     pages, text = Pages(8, 4), [*range(20)]
     first = pages.take(5)
@@ -384,15 +407,10 @@ def test_pages():
     assert pages.match(text)[0] == first[:1]
 
 
-def test_a_page_keeps_its_meaning_when_the_page_before_is_forgotten():
+def test_a_page_is_not_found_behind_one_that_is_forgotten():
     pages = Pages(4, 2)
     old = pages.take(2)
     pages.publish([1, 2, 3, 4], old, 4)
     pages.drop(old[:1])
     assert len(pages.take(2)) == 2
-    new = [next(iter(pages.key_of), None)]
-    assert new == [None] and pages.match([1, 2, 3, 4, 5])[0] == []
-
-
-def test_buckets_hold_the_rows():
-    assert max(loop.BUCKETS) >= job.MOST_ROWS and paged.PagedStorage.takes_mask is False
+    assert pages.match([1, 2, 3, 4, 5])[0] == [] and not pages.known and not pages.key_of

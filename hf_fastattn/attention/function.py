@@ -65,7 +65,8 @@ def attention_forward(
         causal = isinstance(mask, masks.PlainMask)
         # In a compiled graph only the shape is symbolic. Elsewhere reading the shape is slow.
         sizes = mask.sizes if not compiling else refuse.sizes_of(mask)
-        if (query.shape[0], query.shape[2], key.shape[2]) != sizes and not (causal and sizes[1] == query.shape[2] == 1):
+        fits = rows is not None or (query.shape[0], query.shape[2], key.shape[2]) == sizes
+        if not fits and not (causal and sizes[1] == query.shape[2] == 1):
             mask, causal = masks.broadcast(mask, refuse.other_sizes(mask, query, key)), False  # a single query sees all keys
     elif mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"An attention mask must be bool (True where attended) or float (added to the scores); got {mask.dtype}.")

@@ -106,9 +106,18 @@ def settings_of(
     generation_config: hf.GenerationConfig | None,
     batching: hf.ContinuousBatchingConfig | None,
     kwargs: dict[str, Any],
+    held: int = 0,
 ) -> Settings:
-    """The settings of a call. Raises ValueError and TypeError, with the reason, for what it would ignore."""
+    """The settings of a call. held: bytes that can be freed for its pages.
+
+    Raises ValueError and TypeError, with the reason, for what it would ignore.
+    """
     kwargs = dict(kwargs)
+    if kwargs.get("cache_implementation") == "paged":
+        raise ValueError(
+            "generate(cache_implementation='paged') reads padding as text. Leave it out, or call generate_batch() with a list of "
+            "prompts without padding, each a list of ids."
+        )
     known = {name: kwargs.pop(name, None) for name in _KNOWN}
     asked = kwargs.pop("max_new_tokens", None)
     each = asked if isinstance(asked, (list, tuple)) else None
@@ -145,7 +154,8 @@ def settings_of(
     needs = sorted(
         (-(-(len(ids) + count) // size) for ids, count in zip(prompts, new, strict=True) for _ in range(copies)), reverse=True
     )
-    pages = _given(batching, "num_blocks") or _affordable(model, sum(needs[:rows]), size, _given(batching, "max_memory_percent"))
+    share = _given(batching, "max_memory_percent") or SHARE
+    pages = _given(batching, "num_blocks") or _affordable(model, sum(needs[:rows]), size, share, held)
     return Settings(
         config,
         [int(count) for count in new],
@@ -174,12 +184,18 @@ def bytes_of_token(model: hf.PreTrainedModel) -> int:
     return sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) for shape in shapes) * model.dtype.itemsize
 
 
-def _affordable(model: hf.PreTrainedModel, needed: int, size: int, share: float | None) -> int:
+def _affordable(model: hf.PreTrainedModel, needed: int, size: int, share: float, held: int) -> int:
     """As many of the needed pages as fit into the free memory."""
     free = free_bytes(model.device)
     if free is None:
         return needed
-    return max(1, min(needed, int(free * (share or SHARE)) // (bytes_of_token(model) * size)))
+    return max(1, min(needed, int((free + held) * share) // (bytes_of_token(model) * size)))
+
+
+def is_short(model: hf.PreTrainedModel, settings: Settings) -> bool:
+    """Whether the pages of a call do not fit into the memory that is free now."""
+    free = free_bytes(model.device)
+    return free is not None and settings.pages * settings.size * bytes_of_token(model) > free * SHARE
 
 
 def loop_of(

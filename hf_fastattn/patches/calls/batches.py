@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 _UNDONE = "The patch was undone during a generate_batch(). Undo it after the call, and patch the model again."
 
 
+class JobLock:
+    """One job of a model runs at a time. held: whether one runs, as a thread finds that holds the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.held = False
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
 class NoManager:
     """The instance's method that creates a manager of continuous batching, whose attention no backend serves."""
 
@@ -39,9 +53,7 @@ class Batches:
     """The instance's generate_batch(). One call runs at a time, and others wait: each may take the free memory for its pages."""
 
     def __init__(self, generation: Generation):
-        self.__self__ = generation
-        self.lock = threading.Lock()
-        self.thread: int | None = None  # of the call in progress
+        self.__self__ = generation  # which has the lock: a copy of the model copies this object
 
     def __call__(
         self,
@@ -62,16 +74,16 @@ class Batches:
         and graphs are kept between calls. Raises ValueError or TypeError, with the reason, for arguments and models that it does
         not support, and `batch.BatchError`, with all results, after requests have failed.
         """
-        if self.thread == threading.get_ident():
-            raise RuntimeError("generate_batch() was called by code that it runs. Call it after the other call has returned.")
-        with self.lock:
-            self.thread = threading.get_ident()
+        job_lock = self.__self__.job_lock
+        with job_lock, torch.no_grad():
+            if job_lock.held:
+                raise RuntimeError("generate_batch() was called by code that it runs. Call it after the other call has returned.")
+            job_lock.held = True
             try:
-                with torch.no_grad():
-                    batching = continuous_batching_config
-                    return self._run(inputs, generation_config, batching, record_timestamps, progress_bar, kwargs)
+                given = generation_config, continuous_batching_config, record_timestamps, progress_bar, kwargs
+                return self._run(inputs, *given)
             finally:
-                self.thread = None
+                job_lock.held = False
 
     def _run(
         self,
@@ -91,13 +103,14 @@ class Batches:
                 "hf_fastattn.unpatch() on the model for Transformers' generate_batch()."
             )
         text = model.config.get_text_config(decoder=True)
-        prompts = job.read_prompts(inputs, text.vocab_size)
+        table = getattr(model.get_input_embeddings(), "weight", None)
+        prompts = job.read_prompts(inputs, text.vocab_size if table is None else len(table))
         if not prompts:
             return {}
-        settings = job.settings_of(model, prompts, config, batching, kwargs)
+        pool = generation.caches.pool
+        settings = job.settings_of(model, prompts, config, batching, kwargs, held=pool.idle_bytes)
         forward.abandon(model)
         storage = self._storage(model, settings)
-        pool = generation.caches.pool
         forward.free_for_training(model, pool)
         try:
             loop = job.loop_of(model, storage, settings, *self._forwards(model, storage, settings))
@@ -132,6 +145,8 @@ class Batches:
             )
 
         if (found := caches.pool.lend(-settings.size, fits)) is None:
+            if job.is_short(model, settings):
+                caches.pool.clear()
             rows = next((size for size in BUCKETS if size >= settings.rows), settings.rows)
             return PagedStorage(len(caches.kinds), settings.pages, settings.size, rows, settings.width, model.device)
         assert isinstance(found, PagedStorage)

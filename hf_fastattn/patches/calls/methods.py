@@ -24,7 +24,7 @@ from ...context_parallel import Shares
 from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
-from .batches import Batches, NoManager
+from .batches import Batches, JobLock, NoManager
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
@@ -57,6 +57,7 @@ class Generation:
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.signatures: dict[str, tuple[object, inspect.Signature]] = {}  # by method name: a function, and that of its method
         self.lock = threading.Lock()
+        self.job_lock = JobLock()
         self.heads: hf.WholeHeads | None = None
         self.calls = 0  # in progress, in any thread
         self._thread = CallsOfThread()
