@@ -195,9 +195,6 @@ class Loop:
 
     def _plan(self) -> list[Part]:
         """The prompts, or parts of them, that the next forward reads."""
-        if self.share and self.waiting and (now := self.fingerprint()) != self.weights:
-            self.pages.forget_all()
-            self.weights = now
         left, parts = self.budget, []
         coming: set[Key] = set()  # the next pages of texts that are read now: another text waits to find them
         for row in self.reading:
@@ -209,6 +206,7 @@ class Loop:
         for row in self.reading:
             self._note(row, coming)
         room = self.most - len(self.rows) - sum(min(row.copies, self.most) for row in self.reading)
+        compared = False  # whether the weights have been, in this step
         for row in [*self.waiting]:
             if self.pages.needed(row.next) >= self.pages.count:
                 self.waiting.remove(row)
@@ -216,6 +214,9 @@ class Loop:
                 continue
             if left <= 0 or room < min(row.copies, self.most):
                 break
+            if self.share and not compared:
+                self._check_weights()
+            compared = True
             pages, key = self.pages.match(row.ids) if self.share else ([], None)
             if key is not None and key in coming:
                 continue
@@ -237,6 +238,12 @@ class Loop:
         if not parts and not self.rows and not self.flights and len(self.reading) > 1:
             self._restart()  # prompts that are read in part hold all pages
         return parts
+
+    def _check_weights(self) -> None:
+        """Find no text again that other weights have read."""
+        if (now := self.fingerprint()) != self.weights:
+            self.pages.forget_all()
+            self.weights = now
 
     def _note(self, row: Row, coming: set[Key]) -> None:
         if self.share and (key := self.pages.match(row.ids)[1]) is not None:
@@ -352,7 +359,7 @@ class Loop:
         if tokens.is_cuda:
             tokens, logprobs = (None if x is None else x.to("cpu", non_blocking=True) for x in (tokens, logprobs))  # type: ignore[assignment]
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
         self.flights.append(Flight(rows, tokens, logprobs, event))
 
     def _collect(self, count: int) -> None:
