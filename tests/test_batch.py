@@ -353,6 +353,7 @@ def test_stop_strings(seen):
         ([[1]], {"max_new_tokens": 0}, "at least 1; got 0 for prompt 0"),
         ([[1]], {"max_new_tokens": [1, 2]}, "has 2 numbers for 1 prompts"),
         ([[1]], {"cache_implementation": "paged"}, "reads padding as text"),
+        ([[1]], {"use_cache": False}, "does not support use_cache=False"),
         ([[1]], {"num_beams": 2}, "does not support num_beams=2"),
         ([[1]], {"assistant_model": object()}, "does not support 'assistant_model'"),
         ([[1]], {"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),

@@ -42,6 +42,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "output_scores": (None, False),
     "output_logits": (None, False),
     "compile_config": (None,),
+    "use_cache": (None, True),
 }
 _KNOWN = ("tokenizer", "logits_processor")  # arguments of generate() that are also taken here
 _TAKES = "generate_batch() takes a list of prompts, each a list of ids (int)"
