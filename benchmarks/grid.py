@@ -11,7 +11,7 @@ import torch
 
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
-from hf_fastattn.patches.graphs import buckets
+from hf_fastattn.patches.graphs import policy
 
 from .models import Subject, step_bytes
 from .results import Results
@@ -348,7 +348,7 @@ class Bench:
     def capture_prompts(self) -> None:
         """Let the rivals capture prompts that graphs read, before they are timed."""
         for rival in self.rivals:
-            if rival.failed or rival.patch is None or rival.prompt.ids.numel() > buckets.BUCKETS[-1]:
+            if rival.failed or rival.patch is None or rival.prompt.ids.numel() > policy.SIZES[-1]:
                 continue
             with self.guard(rival):
                 for _ in range(3):

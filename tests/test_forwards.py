@@ -22,7 +22,7 @@ from hf_fastattn.kernels import reference
 from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches.calls.forwards import Forwards
 from hf_fastattn.patches.calls.methods import METHODS, Generation
-from hf_fastattn.patches.graphs import buckets
+from hf_fastattn.patches.graphs import policy
 from hf_fastattn.patches.graphs.graphs import DecodeGraphs
 from hf_fastattn.patches.graphs.present import Present
 from hf_fastattn.patches.graphs.snapshot import Last
@@ -304,12 +304,12 @@ def test_short_messages_after_a_cached_text(name, padding):
     expected = converse()
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(converse(), expected)
-        assert tokens_of_graphs(patch) >= {1, 8}
+        assert tokens_of_graphs(patch) == {1, 16, 64}
         assert not patch.uncaptured and not patch.reasons
 
 
 def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, monkeypatch, inputs):
-    monkeypatch.setattr(buckets, "BUCKETS", (1, 64))
+    monkeypatch.setattr(policy, "NEAREST", (1, 64))
     with hf_fastattn.patch(llama) as patch:
         cache = first_token(llama, inputs)
         for more in (64, 65, 64, 64):
@@ -380,7 +380,7 @@ def test_only_the_forwards_of_generate_are_captured(llama, inputs):
         assert len(found) == 8
         for logits in found:
             torch.testing.assert_close(logits, expected)
-        assert patch.replays == counts[1] + 2 and not patch.reasons
+        assert patch.replays == counts[1] + 3 and not patch.reasons
 
 
 def test_the_model_is_called_as_ever_outside_of_generate(llama):
@@ -575,7 +575,7 @@ def test_graphs_of_many_lengths_are_bounded(llama, inputs):
             ids = torch.cat([inputs["input_ids"], torch.full((1, more), 5)], 1)
             generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=2)
             cache.crop(96 - cache.get_seq_length())
-        assert {entry.tokens for entry in patch._graphs.entries[cache.storage]} <= set(buckets.BUCKETS)
+        assert {entry.tokens for entry in patch._graphs.entries[cache.storage]} <= set(policy.NEAREST)
         assert patch.captures <= 7
 
 
@@ -634,9 +634,9 @@ def test_prompts_in_a_cache_that_another_model_has_used(llama, inputs):
 
 def test_all_rows_of_a_graph_have_a_bounded_number_of_tokens():
     full, window = hf.Kind("full"), hf.Kind("window", 64)
-    found = {rows: buckets.most_tokens(PreallocatedStorage([full], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
+    found = {rows: policy.most_tokens(PreallocatedStorage([full], 256), rows) for rows in (1, 2, 3, 8, 9, 200)}
     assert found == {1: 512, 2: 256, 3: 128, 8: 64, 9: 64, 200: 64}
-    long = [buckets.most_tokens(PreallocatedStorage(kinds, 256), 1, 2000) for kinds in ([full], [full, window])]
+    long = [policy.most_tokens(PreallocatedStorage(kinds, 256), 1, 2000) for kinds in ([full], [full, window])]
     assert long == [1920, SLACK]  # a sliding layer has room for no more
 
 
@@ -648,8 +648,8 @@ def test_prompts_whose_launches_take_longer_than_their_kernels_are_captured(monk
         monkeypatch.setattr(type(model), "device", torch.device("cuda"))
         monkeypatch.setattr(type(model), "_tp_size", ranks, raising=False)
         for arch in (9, 8):
-            monkeypatch.setattr(buckets.gpu, "arch", lambda device, arch=arch: 10 * arch)
-            found[name, ranks, arch] = buckets.launch_bound(model)
+            monkeypatch.setattr(policy.gpu, "arch", lambda device, arch=arch: 10 * arch)
+            found[name, ranks, arch] = policy.launch_bound(model)
     assert found["1b", 1, 9] == found["8b", 4, 9] == 2048 and found["8b", 4, 8] == found["8b", 4, 9]
     assert 800 < found["8b", 1, 9] < 1200 and found["8b", 1, 8] == found["70b", 1, 9] == 512 < found["70b", 4, 9]
 
@@ -665,7 +665,7 @@ def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
         patch._graphs.most = 2048
         for _ in range(4):
             assert torch.equal(generate(llama, {"input_ids": ids}), want[0])
-        assert tokens_of_graphs(patch) >= {1, -(-length // 128) * 128}
+        assert tokens_of_graphs(patch) == {1, 1024}
         for _ in range(3):  # the rest of the text as a message
             cache = first_token(llama, {"input_ids": ids[:, :cut]})
             cache.crop(cut - cache.get_seq_length())

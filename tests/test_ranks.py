@@ -333,7 +333,7 @@ def a_chat(scene: Scene) -> bool:
             out = generate(model, {"input_ids": ids}, past_key_values=cache, return_dict_in_generate=True)
             ids, cache = out.sequences, out.past_key_values
             if scene.rank:
-                scene.patch._graphs.read.clear()
+                scene.patch._graphs.entries.clear()
         return ids
 
     return torch.equal(talk(scene.model), talk(scene.one))

@@ -23,8 +23,8 @@ from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
-from .graphs.buckets import launch_bound, several
 from .graphs.entry import KEEP, Entry
+from .graphs.policy import launch_bound, several
 from .graphs.state import MARK
 from .patched import LONGEST as LONGEST
 from .patched import ROWS as ROWS

@@ -5,8 +5,8 @@ and returns an output of the model's own type. The first step of a new shape run
 The second step is captured, which runs the model's Python once (record.py).
 
 A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a short prompt, or a
-message that follows a cached text. Steps of several tokens are padded to one of BUCKETS, so that few graphs serve every number of
-tokens.
+message that follows a cached text. Steps of several tokens are padded to one of few sizes, which `policy` chooses for a prompt or a
+message; the rounds of speculation have the nearest one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ... import hf
 from ...attention.step import Unpackable
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
-from ..graphs.buckets import bucket, launch_bound, most_tokens, several, tokens_in
-from ..graphs.entry import Entry, Inputs, grows, unpaddable
+from ..graphs.entry import KEEP, Entry, Inputs, grows, unpaddable
 from ..graphs.graphs import DecodeGraphs, why_not_read
+from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_tokens, nearest, several, tokens_in
 from ..graphs.present import Present
 from ..graphs.record import Recorder
 from ..graphs.state import Uncapturable
@@ -72,6 +72,9 @@ class Forwards:
         self.say = say
         self.refused = refused
         self.most = graphs.most = graphs.most or launch_bound(model)
+        self.cost = graphs.cost = graphs.cost or Cost.of(model)
+        self.wanted: frozenset[int] = frozenset()  # sizes of graphs to capture after the reply
+        self.prompted: Inputs = {}  # the arguments of the last forward that could have been one of them, without its cache
         self.unmasked = unmasked
         self.prompt = prompt
         self.chunked = chunked
@@ -94,8 +97,9 @@ class Forwards:
         cache: Any = hf.cache_in(given)
         ids: Any = given.get("input_ids")
         prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
+        size = None
         if prompt:
-            if not (self._is_short(cache, ids, given) and self._again(cache, ids)):
+            if (size := self._size(cache, ids, given)) is None:
                 return self._forward(given, prompt=True)
         elif (reason := self._why_not(cache, ids, given.get("attention_mask"))) is not None:
             return self._uncaptured(reason, given)
@@ -105,12 +109,12 @@ class Forwards:
             if self.graphs.closed:
                 return self._uncaptured("the patch was undone during a call", given)
             try:
-                return self._step(cache, ids, given)
+                return self._step(cache, ids, given, size or nearest(ids.shape[1]))
             except Uncapturable as error:
                 reason = str(error)
                 if self.quiet:
                     if self.present.state is not None:  # the reason is the model's code, not its present state
-                        self.graphs.read[cache.storage][bucket(ids)] = False
+                        self.graphs.asked[cache.storage][nearest(ids.shape[1])] = NEVER
                     return self._forward(given)
                 if not prompt:
                     self.refused = reason
@@ -134,13 +138,27 @@ class Forwards:
             return False  # it may say that new tokens are padding
         return unpaddable(given) is None
 
-    def _again(self, cache: StoredCache, ids: torch.Tensor) -> bool:
-        """Whether a prompt of this size has been read into these buffers: one that comes once is not worth a rehearsal."""
-        tokens, read = bucket(ids), self.graphs.read.setdefault(cache.storage, {})
-        before = read.get(tokens, tokens == 1) and cache.storage.rows == len(ids)
-        before = before and (tokens == 1 or not cache.storage.looks_ahead)
-        read.setdefault(tokens, True)
-        return self.graphs.ranks.every("a short prompt", before)
+    def _size(self, cache: Any, ids: Any, given: Inputs) -> int | None:
+        """The number of tokens of the graph that reads a prompt; None if it is read from Python."""
+        if not self._is_short(cache, ids, given):
+            return None
+        graphs, storage, (rows, tokens) = self.graphs, cache.storage, ids.shape
+        asked, size = graphs.asked.setdefault(storage, {}), None
+        if tokens == 1:
+            size = 1
+        elif not storage.looks_ahead:
+            masked = storage is not self.unmasked and given.get("attention_mask") is not None
+            there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
+            most, before = most_tokens(storage, rows, self.most), asked.get(nearest(tokens), 0)
+            asked[nearest(tokens)] = before + 1
+            options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
+            size, wanted = choose(self.cost, rows, tokens, tokens_in(cache), **options)
+            if before >= 0:
+                self.wanted |= wanted
+                self.prompted = {name: value for name, value in given.items() if name not in hf.CACHES}
+        if storage.rows != rows:  # there are no buffers yet
+            size = None
+        return size if graphs.ranks.same("the size of a prompt", size) else None
 
     def _why_not(self, cache: object, ids: torch.Tensor | None, mask: object) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""
@@ -200,15 +218,15 @@ class Forwards:
             warnings.warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.", stacklevel=3)
         return None
 
-    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
+    def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, size: int) -> Any:
         """One step by a graph. Raises Uncapturable if it has to run without one."""
         self._check_padding(cache.storage, given)
         if self.present.may_wait():
-            if (output := self._replayed_first(cache, ids, given)) is not None:
+            if (output := self._replayed_first(cache, ids, given, size)) is not None:
                 return output
         elif self.present.due:
             self.present.compare()
-        entry, inputs = self._prepared(cache, ids, given)
+        entry, inputs = self._prepared(cache, ids, given, size)
         if entry.warm and entry.graph is None:
             entry.refused = entry.refused or self._why_own(entry, cache)
         self._write(entry, inputs)
@@ -225,9 +243,9 @@ class Forwards:
             raise
         return self._counted(entry, cache, given, logits)
 
-    def _replayed_first(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> Any:
+    def _replayed_first(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, size: int) -> Any:
         """A step that compares the model while the device replays the graph. None if it has changed, or if there is no graph."""
-        entry, inputs = self._prepared(cache, ids, given)
+        entry, inputs = self._prepared(cache, ids, given, size)
         if entry.graph is None or entry.refused is not None:
             self.present.compare()
             return None
@@ -272,12 +290,12 @@ class Forwards:
         if storage.looks_ahead:
             raise Uncapturable("tokens may see later ones, and those of a graph may be padding")
 
-    def _prepared(self, cache: StoredCache, ids: torch.Tensor, given: Inputs) -> tuple[Entry, Inputs]:
+    def _prepared(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, size: int) -> tuple[Entry, Inputs]:
         """The entry for a step, and the inputs that it reads."""
         cache.storage.sync(ids.device, *several(ids))
-        inputs, tokens = dict(given), bucket(ids)
-        self._set_mask(cache, inputs, tokens)
-        return self.present.entry(cache, inputs, tokens), inputs
+        inputs = dict(given)
+        self._set_mask(cache, inputs, size)
+        return self.present.entry(cache, inputs, size), inputs
 
     def _write(self, entry: Entry, inputs: Inputs) -> None:
         if entry.refused is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -24,9 +25,27 @@ if TYPE_CHECKING:
     from ...kernels.decode.all_reduce import Peers
 
 Inputs = dict[str, Any]  # keyword arguments of a model
+Kind = tuple[object, ...]  # of steps: see `Entry.kind`
 _SCALARS = (bool, int, float, str, type(None))
 _PADDED = ("input_ids", "position_ids")  # arguments with an entry for each token, whose last entry may be repeated
 KEEP = "logits_to_keep"  # the number of last tokens whose logits a forward returns, 0 for all; or their indices
+
+
+@dataclass(eq=False)
+class Rehearsal:
+    """What a step that ran from Python has shown of the steps of its kind and shape, over any storage.
+
+    A kernel cannot be loaded during a capture, so that a step of each shape runs once before.
+    code: the version of the code that it ran, see `Path`. others: the names of further tensors of the output, which every replay
+    writes (Moshi).
+    """
+
+    state: State
+    kind: Kind
+    code: int
+    others: list[str]
+    output_type: Callable[..., Any]
+    returns_cache: bool
 
 
 class Entry:
@@ -51,12 +70,10 @@ class Entry:
         self.call: object = None  # the call in which it was made, for which alone it is valid if the step runs code of the user
         self.used = 0
         self.refused: str | None = None
-        self.warm = False
+        self.rehearsal: Rehearsal | None = None
         self.graph: Graph | None = None
         self.logits: torch.Tensor  # written by every replay
-        self.others: dict[str, torch.Tensor] = {}  # further tensors of the output, which every replay writes (Moshi)
-        self.output_type: Callable[..., Any]
-        self.returns_cache = True
+        self.others: dict[str, torch.Tensor] = {}  # further tensors of the output, see `Rehearsal`
         self.returned: list[str] = []  # arguments that are in the output as they were given
         self.constants: dict[str, bool | int | float | str | None] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -87,6 +104,30 @@ class Entry:
                 self.refused = f"its argument {name} is a {type(value).__name__}"
         if self.constants.get("output_hidden_states") or self.constants.get("output_attentions"):
             self.refused = "hidden states or attentions are requested"
+
+    @property
+    def kind(self) -> Kind:
+        """What steps have in common that are rehearsed alike: their arguments, and whether they have several tokens."""
+        masks = self.live is not None, *self.masks
+        return self.around, self.variant, self.tokens > 1, self.last, masks, *self.constants.items(), *self.tensors
+
+    @property
+    def shape(self) -> Kind:
+        """All that selects its kernels, besides its kind."""
+        storage = self.storage()
+        room = None if storage is None else storage.capacity
+        tensors = {**self.tensors, **self.masks}.values()
+        return self.kind, self.tokens, room, *((tuple(each.shape), each.dtype, each.device) for each in tensors)
+
+    @property
+    def warm(self) -> bool:
+        """Whether its step may be captured."""
+        return self.rehearsal is not None
+
+    @property
+    def masked(self) -> bool:
+        """Whether its step reads a mask."""
+        return self.live is not None or bool(self.masks)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         if self.tokens > 1 and name in _PADDED:
@@ -192,8 +233,9 @@ class Entry:
 
     def output(self, logits: torch.Tensor, cache: StoredCache, given: Inputs) -> Any:
         """The output of a step with these arguments, in the model's own type."""
-        others = {name: given.get(name) for name in self.returned} | ({hf.CACHE: cache} if self.returns_cache else {})
-        return self.output_type(logits=logits, **others, **{name: value.clone() for name, value in self.others.items()})
+        assert self.rehearsal is not None  # a step has run
+        others = {name: given.get(name) for name in self.returned} | ({hf.CACHE: cache} if self.rehearsal.returns_cache else {})
+        return self.rehearsal.output_type(logits=logits, **others, **{name: value.clone() for name, value in self.others.items()})
 
 
 def unpaddable(inputs: Inputs) -> str | None:

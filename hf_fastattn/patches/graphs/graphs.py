@@ -19,13 +19,15 @@ from ... import hf, registry
 from ...caches.contract import Storage
 from ...caches.stored import StoredCache
 from .cuda_graph import CudaGraph, Graph
-from .entry import Entry, Inputs
+from .entry import Entry, Inputs, Kind, Rehearsal
 from .one_rank import OneRank
 from .path import Path
+from .policy import Cost
 from .snapshot import Last
 from .state import State
 
-MAX_GRAPHS = 32  # per patched model; the least recently used one is dropped first
+MAX_GRAPHS = 64  # per patched model; the least recently used one is dropped first
+MAX_REHEARSALS = 256  # per patched model; the oldest one is dropped first
 
 
 def why_no_graph(device: torch.device) -> str | None:
@@ -54,18 +56,21 @@ def new_graph(device: torch.device, shared: dict[str, Any]) -> Graph:
 class DecodeGraphs:
     """All graphs of one model, over the storages of its caches.
 
-    keep: whether graphs of steps that run code of the user are kept after their call. own: such a function that has run.
+    keep: whether graphs of steps that run code of the user are kept after their call. runs_own: whether a step has. own: such a
+    function of a step that is captured.
     skipped: tokens of prompts that were not read, because they are padding or in a row that equals another. padded: reasons why
     padding was read. unpackable: those that a forward has found, by attn_implementation and training mode.
     """
 
     def __init__(self, ranks: OneRank | None = None) -> None:
         self.keep = False
+        self.runs_own = False
         self.own: str | None = None
         self.ranks = ranks or OneRank()
         self.entries: weakref.WeakKeyDictionary[Storage, list[Entry]] = weakref.WeakKeyDictionary()
-        # By the sizes of prompts read so far: whether the next of that size may be a step.
-        self.read: weakref.WeakKeyDictionary[Storage, dict[int, bool]] = weakref.WeakKeyDictionary()
+        self.rehearsed: dict[Kind, Rehearsal] = {}  # by the shape of an entry, oldest first
+        # How many prompts were read, by their sizes of NEAREST.
+        self.asked: weakref.WeakKeyDictionary[Storage, dict[int, int]] = weakref.WeakKeyDictionary()
         self.last = Last()
         self.path = Path()
         self.shared: dict[str, Any] = {}
@@ -76,6 +81,7 @@ class DecodeGraphs:
         self.padded: list[str] = []
         self.unpackable: dict[tuple[object, bool], str] = {}
         self.most: int | None = None  # tokens of all rows in a graph; None before the first call
+        self.cost: Cost | None = None  # of the model; None before the first call
         self.closed = False  # whether the patch is undone
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
@@ -117,6 +123,9 @@ class DecodeGraphs:
             entry = Entry(cache, state, inputs, tokens)
             entry.call = call
             entries.append(entry)
+            known = self.rehearsed.get(entry.shape)
+            if known is not None and known.code == self.path.version and known.state.differs(state) is None:
+                entry.rehearsal, entry.code = known, known.code
         entry.used = next(self.clock)
         return entry
 
@@ -126,8 +135,28 @@ class DecodeGraphs:
             return True
         return entry.code == self.path.version and (entry.own is None or entry.call is call or self.keep)
 
+    def note(self, entry: Entry) -> None:
+        """Let the steps of the shape of this one be captured, which has run, over other storages too; not if it ran code of the
+        user, which may read anything."""
+        if entry.rehearsal is not None and entry.own is None and entry.refused is None:
+            self.rehearsed.pop(entry.shape, None)
+            self.rehearsed[entry.shape] = entry.rehearsal
+            if len(self.rehearsed) > MAX_REHEARSALS:
+                del self.rehearsed[next(iter(self.rehearsed))]
+
+    def sizes(self, storage: Storage, rows: int, last: bool, masked: bool) -> set[int]:
+        """The numbers of tokens of the graphs that may read such a prompt, if the model has not changed."""
+        return {
+            entry.tokens
+            for entry in self.entries.get(storage, ())
+            if entry.graph is not None
+            and entry.fits(storage)
+            and (entry.tensors["input_ids"].shape[0], entry.last, entry.masked) == (rows, last, masked)
+        }
+
     def clear(self) -> None:
         self.entries.clear()
+        self.rehearsed.clear()
         self.last.forget()
         self.shared.clear()
 

@@ -69,6 +69,10 @@ class OneRank:
         """Whether a condition holds on all ranks. what: the place in the code, for ranks that meet at other places."""
         return value
 
+    def same(self, what: str, value: object) -> bool:
+        """Whether a value is the same on all ranks. what: see `every`."""
+        return True
+
     def refusal(self, reason: str | None, what: str = "") -> str | None:
         """The reason why no step of a call can be captured, on this rank or on another. what: see `every`."""
         return reason

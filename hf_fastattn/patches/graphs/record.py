@@ -16,9 +16,9 @@ from ...caches.contract import Storage
 from ...caches.pool import references
 from . import graphs as graph
 from . import verify
-from .buckets import several
 from .cuda_graph import Graph, T
-from .entry import Entry, Inputs
+from .entry import Entry, Inputs, Rehearsal
+from .policy import several
 from .state import Uncapturable, read
 from .undo import Mark, Written, undo
 
@@ -41,14 +41,14 @@ class Recorder:
             graphs.replays += 1
             return _replay(entry, entry.graph, inputs)
         body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
-        if not entry.warm:
+        if entry.rehearsal is None:
             self._check_positions(entry, storage)
             return entry.kept(self._rehearse(entry, body), inputs)
         expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
         new = graph.new_graph(entry.device, graphs.shared)
         held = references(storage)
         outputs = graphs.ranks.attempt(new.capture, body, communicates=False)
-        entry.logits, entry.others = outputs.logits, {name: outputs[name] for name in entry.others}
+        entry.logits, entry.others = outputs.logits, {name: outputs[name] for name in entry.rehearsal.others}
         del outputs  # with its cache, which refers to the storage
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
         storage.recorded += holds
@@ -103,6 +103,7 @@ class Recorder:
                     return body()
             finally:
                 entry.own, entry.code = own[0] if own else None, path.version
+                self.graphs.runs_own |= bool(own)
 
         before = read(self.model, of_user=True)
         written, generator = Written(before.tensors), hf.generator_of(entry.device)
@@ -120,9 +121,7 @@ class Recorder:
             raise Uncapturable(f"its output holds {held}, and a graph returns logits, of one token also other tensors")
         entry.check(logits)
         entry.others = others
-        entry.output_type = type(outputs)
-        entry.returns_cache = hf.CACHE in outputs
-        entry.warm = True
+        entry.rehearsal = Rehearsal(entry.state, entry.kind, path.version, [*others], type(outputs), hf.CACHE in outputs)
         values, tensors_written, reason = None, written.names(self.model), None
         try:
             now = read(self.model, of_user=True)
@@ -140,6 +139,7 @@ class Recorder:
         if entry.refused is not None and ranks.every("a step that is undone", may_undo):
             written.undo()  # its tokens may have been padded
             raise Uncapturable(entry.refused)
+        self.graphs.note(entry)
         return logits
 
 

@@ -205,6 +205,9 @@ class Ranks(OneRank):
     def every(self, what: str, value: bool) -> bool:
         return all(self.exchange.gather(what, value))
 
+    def same(self, what: str, value: object) -> bool:
+        return len(set(self.exchange.gather(what, value))) == 1
+
     def refusal(self, reason: str | None, what: str = "the first step of a decode graph") -> str | None:
         return self._first(self.exchange.gather(what, reason))
 
@@ -215,7 +218,7 @@ class Ranks(OneRank):
         if any(refused):
             entry.refused = next(self._named(index, refused) for index, each in enumerate(refused) if each)
         elif any(each[1] != state for each in found):  # as if the entry were new on all ranks
-            entry.graph, entry.warm = None, False
+            entry.graph = entry.rehearsal = None
 
     def attempt(self, run: Callable[[Callable[[], T]], T], body: Callable[[], T], communicates: bool) -> T:
         whole = False

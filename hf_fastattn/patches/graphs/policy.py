@@ -1,0 +1,181 @@
+"""Which graph reads a prompt or a message, and which graphs are captured after a reply.
+
+A step is bound by reading weights up to some hundred tokens, so few sizes serve most prompts: SIZES. Where their padding costs more
+than it saves, by the arithmetic of `Cost`, a size of NEAREST is used, or the model's Python, which reads no padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+
+from ... import hf
+from ...caches.contract import FEW, Storage
+from ...caches.stored import StoredCache
+from ...kernels.host import gpu
+
+SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048)  # tokens of each row in a graph
+NEAREST = (1, 2, 4, 8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
+MOST = 512  # tokens of all rows in a graph of more than FEW of each; more if their kernels take less time than launches
+OFTEN = 3  # prompts of one size of NEAREST, after which it gets a graph of its own if that saves time
+USUAL = 1, 128  # sizes that are wanted after each reply: of a step, and of most messages
+SHARE = 0.1  # of the time of a call, for captures after its reply
+NEVER = -1 << 62  # how often a prompt of a size that cannot be captured was read
+LAUNCHES = 0.7e-3, 1.8e-3  # seconds of a layer's launches from Python, on an H200's host: of one rank, of several
+FLOPS = 6e14, 1.5e14  # that products reach in 16 bits: on Hopper and later, before; in 32 bits a tenth
+BYTES = 3.6e12, 1.5e12  # that a second reads: between those of an H100 and an H200, before
+OF_ATTENTION = 0.6  # of FLOPS
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def nearest(tokens: int) -> int:
+    """The smallest size of a graph for so many tokens of each row. Raises StopIteration above the largest one."""
+    return next(size for size in NEAREST if size >= tokens)
+
+
+def several(ids: torch.Tensor) -> tuple[int, ...]:
+    """The number of these tokens, as the last argument of a storage's sync() and advance(), which get none for one token."""
+    return () if ids.shape[1] == 1 else (ids.shape[1],)
+
+
+def most_tokens(storage: Storage, rows: int, most: int = MOST) -> int:
+    """The most tokens of each row in a graph over this storage: FEW for any number of rows, more only up to `most` tokens of all
+    rows."""
+    if not storage.takes_many:
+        return 1
+    found = max(FEW, min(most, storage.most_tokens) // max(rows, 1) if storage.takes_prompts else 0)
+    return max(size for size in NEAREST if size <= found)
+
+
+def tokens_in(cache: StoredCache) -> int:
+    """Number of tokens whose K and V are on the device."""
+    storage = cache.storage
+    return 0 if storage.rows is None else cache.get_seq_length() or storage.seen  # the first layer may not run
+
+
+class Cost(NamedTuple):
+    """What forwards of a model take on one of its ranks, by arithmetic.
+
+    It is the same on all ranks, which must decide alike, even if their GPUs differ. weights: numbers in matrices but tables. read:
+    bytes of them that each forward reads; routed: those of experts. active: numbers that a token is multiplied by. chosen: the part
+    of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads).
+    """
+
+    weights: float
+    read: float
+    routed: float
+    active: float
+    chosen: float
+    layers: tuple[tuple[hf.Kind, float, float], ...]
+    launches: float
+    flops: float
+    bytes: float
+
+    @classmethod
+    def of(cls, model: hf.PreTrainedModel, arch: int | None = None) -> Cost:
+        """That of a model. arch: as in `gpu.arch`; None for that of the model's GPU."""
+        ranks, config, shapes = hf.num_ranks(model), model.config.get_text_config(decoder=True), hf.layer_shapes(model.config)
+        head = model.get_output_embeddings()
+        tables = {id(each.weight) for each in (model.get_input_embeddings(), head) if each is not None}
+        matrices = [(f"{name}.", p) for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in tables]
+        of_experts = [p for name, p in matrices if ".experts." in name]
+        count = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+        chosen = (getattr(config, "num_experts_per_tok", None) or count) / count
+        weights, routed = sum(p.numel() for _, p in matrices) / ranks, sum(p.nbytes for p in of_experts) / ranks
+        layers: dict[tuple[hf.Kind, object], int] = {}
+        for each in zip(hf.layer_kinds(model.config), shapes, strict=False):
+            layers[each] = layers.get(each, 0) + 1
+        old = ranks == 1 and model.device.type == "cuda" and (gpu.arch(model.device) if arch is None else arch) < 90
+        return cls(
+            weights,
+            (sum(p.nbytes for _, p in matrices) + getattr(getattr(head, "weight", None), "nbytes", 0)) / ranks - routed,
+            routed,
+            weights - (1 - chosen) * sum(p.numel() for p in of_experts) / ranks,
+            chosen,
+            tuple(
+                (
+                    kind,
+                    count * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * model.dtype.itemsize / ranks,
+                    count * shape.num_heads * (shape.head_dim + shape.value_dim) / ranks,
+                )
+                for (kind, shape), count in layers.items()
+            ),
+            LAUNCHES[ranks > 1] * len(shapes),
+            FLOPS[old] / (1 if model.dtype.itemsize <= 2 else 10),
+            BYTES[old],
+        )
+
+    def graph(self, rows: int, tokens: int, past: int) -> float:
+        """Seconds of the kernels of a forward with so many tokens of each row, behind `past` others."""
+        every = rows * tokens
+        read = self.read + self.routed * (1 - (1 - self.chosen) ** every)
+        kv = sum(size * (kind.sees(past) + tokens) for kind, size, _ in self.layers) * rows
+        pairs = sum(width * (kind.sees(past) + tokens / 2) for kind, _, width in self.layers) * every
+        attention = max(kv / self.bytes, 2 * pairs / (OF_ATTENTION * self.flops))
+        return max(read / self.bytes, 2 * every * self.active / self.flops) + attention
+
+    def python(self, rows: int, tokens: int, past: int) -> float:
+        """The same from Python."""
+        return max(self.launches, self.graph(rows, tokens, past))
+
+    def launch_bound(self) -> int:
+        """The most tokens of a prompt, from MOST on, whose kernels take less time than their launches from Python."""
+        tokens = self.launches * self.flops / (2 * max(self.weights, 1))
+        return max(MOST, min(int(tokens), NEAREST[-1]))
+
+
+def launch_bound(model: hf.PreTrainedModel, arch: int | None = None) -> int:
+    """The most tokens of a graph of several rows' prompts. arch: see `Cost.of`."""
+    return MOST if model.device.type != "cuda" and arch is None else Cost.of(model, arch).launch_bound()
+
+
+class Choice(NamedTuple):
+    """size: tokens of each row in the graph that reads a prompt; None: it is read from Python. wanted: sizes to capture later."""
+
+    size: int | None
+    wanted: frozenset[int] = frozenset()
+
+
+def choose(cost: Cost, rows: int, tokens: int, past: int, *, graphs: Collection[int], asked: int, most: int, own: bool = False) -> Choice:
+    """How a prompt of so many tokens of each row is read, behind `past` others.
+
+    graphs: sizes of the graphs there are for it. asked: how many prompts of its nearest size came before. most: see `most_tokens`.
+    own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
+    A graph is used if it costs no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the smallest
+    one, which would have to be captured first.
+    """
+    if tokens > most or asked < 0:
+        return Choice(None)
+
+    def of(size: int) -> float:
+        return cost.graph(rows, size, past)
+
+    python, near = cost.python(rows, tokens, past), nearest(tokens)
+    standard = () if own else SIZES
+    fitting = [size for size in (*standard, near) if tokens <= size <= most and _is_close(of(size), python)]
+    if not fitting:
+        return Choice(None)
+    goal = min(set(fitting) & set(standard), default=near)
+    often = asked >= OFTEN and not _is_close(of(goal), of(near))
+    goal = near if often else goal
+    enough = 1.05 * of(goal) if often else max(1.3 * of(goal), of(goal) + 3e-3)
+    there = {near}.intersection(graphs) if own else graphs
+    ready = [size for size in there if size >= tokens and _is_close(of(size), python) and of(size) <= enough]
+    return Choice(min(ready, default=goal), frozenset() if own else frozenset({goal, *USUAL}))
+
+
+def wanted(cost: Cost, rows: int, past: int, sizes: Collection[int], graphs: Collection[int], most: int) -> list[int]:
+    """Which of these sizes are captured after a reply, the cheapest first: those that no graph serves as well."""
+    found: list[int] = []
+    for size in sorted({size for size in sizes if size <= most} - {*graphs}, reverse=True):
+        served = [other for other in (*graphs, *found) if other >= size > 1]  # a step of one token has its own
+        if not any(_is_close(cost.graph(rows, each, past), cost.graph(rows, size, past)) for each in served):
+            found.append(size)
+    return found[::-1]
+
+
+def _is_close(cost: float, least: float) -> bool:
+    """Whether padding costs no more than 5 % or 1 ms."""
+    return cost <= max(1.05 * least, least + 1e-3)
