@@ -17,6 +17,7 @@ from hf_fastattn import kernels
 from hf_fastattn.hf import packages
 from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.graphs import graphs as graph
+from hf_fastattn.patches.graphs import policy
 
 packages.PACKAGES |= {__name__}  # what records a step is no code of the model
 
@@ -133,6 +134,7 @@ def use(monkeypatch, prompts: bool = True) -> None:
         pytest.skip("an interpreted kernel is not a tensor operation and cannot be recorded")
     monkeypatch.setattr(graph, "new_graph", RecordedGraph)
     monkeypatch.setattr(graph, "why_no_graph", lambda device: None)
+    monkeypatch.setattr(policy, "SHARE", 0.0)  # captures after a reply depend on its time
 
 
 def only_steps(monkeypatch) -> None:

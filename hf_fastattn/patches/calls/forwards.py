@@ -5,8 +5,8 @@ and returns an output of the model's own type. The first step of a new shape run
 The second step is captured, which runs the model's Python once (record.py).
 
 A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a short prompt, or a
-message that follows a cached text. Steps of several tokens are padded to one of few sizes, which `policy` chooses for a prompt or a
-message; the rounds of speculation have the nearest one.
+message that follows a cached text. Steps of several tokens are padded to one of few sizes, which `policy` chooses for a prompt or
+a message; the rounds of speculation have the nearest one.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Forwards:
         self.most = graphs.most = graphs.most or launch_bound(model)
         self.cost = graphs.cost = graphs.cost or Cost.of(model)
         self.wanted: frozenset[int] = frozenset()  # sizes of graphs to capture after the reply
+        self.around: Callable[[Storage], StoredCache] = StoredCache.around
         self.prompted: Inputs = {}  # the arguments of the last forward that could have been one of them, without its cache
         self.unmasked = unmasked
         self.prompt = prompt
@@ -155,6 +156,7 @@ class Forwards:
             size, wanted = choose(self.cost, rows, tokens, tokens_in(cache), **options)
             if before >= 0:
                 self.wanted |= wanted
+                self.around = type(cache).around
                 self.prompted = {name: value for name, value in given.items() if name not in hf.CACHES}
         if storage.rows != rows:  # there are no buffers yet
             size = None
@@ -294,7 +296,7 @@ class Forwards:
         """The entry for a step, and the inputs that it reads."""
         cache.storage.sync(ids.device, *several(ids))
         inputs = dict(given)
-        self._set_mask(cache, inputs, size)
+        self.set_mask(cache, inputs, size)
         return self.present.entry(cache, inputs, size), inputs
 
     def _write(self, entry: Entry, inputs: Inputs) -> None:
@@ -320,7 +322,7 @@ class Forwards:
             self.say(reason)
             self.graphs.uncaptured += 1
 
-    def _set_mask(self, cache: StoredCache, inputs: Inputs, tokens: int) -> None:
+    def set_mask(self, cache: StoredCache, inputs: Inputs, tokens: int) -> None:
         """Drop a mask that has no effect. Build the masks of the layers if only the host knows which of its columns they hold."""
         storage, mask = cache.storage, inputs.get("attention_mask")
         if mask is not None and (storage is self.unmasked or not storage.takes_mask):

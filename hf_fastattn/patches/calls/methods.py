@@ -24,11 +24,13 @@ from ...context_parallel import Shares
 from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
+from .after import capture_wanted
 from .batches import Batches, JobLock, NoManager
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
 from .forwards import Forwards
+from .overrides import Generate, KeptInputs
 
 METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.BATCHES, hf.BATCH)
 _MISSING: Any = object()
@@ -90,7 +92,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours: list[Any] = [_Generate(self), self._prepare_cache, _KeptInputs(self), NoManager(self), Batches(self)]
+        ours: list[Any] = [Generate(self), self._prepare_cache, KeptInputs(self), NoManager(self), Batches(self)]
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
 
@@ -274,6 +276,12 @@ class Generation:
                 if not self.calls:
                     self._unset(model, hf.CALL)
 
+    def after(self, call: Call, began: float) -> None:
+        """Capture what the next messages need, unless another thread, or an outer call of this one, would wait for that."""
+        if call.forwards is not None and len(running.calls) == 1:
+            with self.lock:
+                capture_wanted(call.forwards, began, alone=self.calls == 1)
+
     def _begin(
         self,
         model: hf.PreTrainedModel,
@@ -337,60 +345,3 @@ class Generation:
         if calls and not args and (forwards := calls[-1].forwards) is not None:
             return forwards(**kwargs)
         return self.own(hf.CALL)(*args, **kwargs)
-
-
-class _Override:
-    """A method of the instance that calls the model's own. name: its name."""
-
-    name: str
-
-    def __init__(self, generation: Generation):
-        self.__self__ = generation
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the model's own, which each generate() reads several times."""
-        own, known = self.own(), self.__self__.signatures
-        function, read = getattr(own, "__func__", None), known.get(self.name)
-        if read is None or function is None or read[0] is not function:
-            read = known[self.name] = function, inspect.signature(own)
-        return read[1]
-
-    def own(self) -> Callable[..., Any]:
-        return self.__self__.own(self.name)
-
-
-class _Generate(_Override):
-    """The model's own generate(), during which the forwards of this thread may run as graphs."""
-
-    name = hf.GENERATE
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        generation = self.__self__
-        arguments = partial(hf.generation_parameters, generation.model, args, kwargs)
-        given = arguments() if len(args) > 2 else kwargs
-        processors = bool(given.get(hf.PROCESSORS))
-        stock_loop = all(map(generation.is_stock, hf.LOOP))
-        call = Call(given.get(hf.ASSISTANT), hf.other_code(given), stock_loop, processors, hf.tokens_given(args, kwargs))
-        with generation.ranks.call(arguments), generation.in_call(call):
-            output = hf.with_contiguous_ids(self.own()(*args, **kwargs))
-            generation.ranks.generated(output, call.tokens)
-            return output
-
-
-class _KeptInputs(_Override):
-    """The model's own hf.PREPARE_INPUTS, except that a cache which it drops in order to read the text again is emptied and kept.
-    (Phi-3 drops it when its frequencies change with the length.) An assisted generation reads no token again that is cached."""
-
-    name = hf.PREPARE_INPUTS
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        calls, cache = self.__self__._thread.calls, hf.cache_in(kwargs)
-        if calls and calls[-1].cached and kwargs.get("is_first_iteration"):
-            ids = args[0] if args else kwargs["input_ids"]
-            kwargs["next_sequence_length"] = ids.shape[1] - calls[-1].cached
-        inputs: dict[str, Any] = self.own()(*args, **kwargs)
-        if self.__self__.caches.takes(cache) and hf.cache_in(inputs) is None:
-            cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
-            inputs[hf.CACHE] = cache
-        return inputs

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Inputs = dict[str, Any]  # keyword arguments of a model
 Kind = tuple[object, ...]  # of steps: see `Entry.kind`
 _SCALARS = (bool, int, float, str, type(None))
-_PADDED = ("input_ids", "position_ids")  # arguments with an entry for each token, whose last entry may be repeated
+PADDED = frozenset({"input_ids", "position_ids"})  # arguments with an entry for each token, whose last entry may be repeated
 KEEP = "logits_to_keep"  # the number of last tokens whose logits a forward returns, 0 for all; or their indices
 
 
@@ -130,7 +130,7 @@ class Entry:
         return self.live is not None or bool(self.masks)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
-        if self.tokens > 1 and name in _PADDED:
+        if self.tokens > 1 and name in PADDED:
             value = value[..., :1].expand(*value.shape[:-1], self.tokens)
         self.tensors[name] = _like(value)
 
@@ -147,7 +147,7 @@ class Entry:
         q_len = inputs["input_ids"].shape[-1]
         for name, tensor in self.tensors.items():
             value = inputs.get(name)
-            shape = (*tensor.shape[:-1], q_len) if name in _PADDED else tensor.shape
+            shape = (*tensor.shape[:-1], q_len) if name in PADDED else tensor.shape
             if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype != tensor.dtype:
                 return False
         for name, constant in self.constants.items():
@@ -245,7 +245,7 @@ def unpaddable(inputs: Inputs) -> str | None:
     for name, value in inputs.items():
         if not isinstance(value, (torch.Tensor, dict)) or (name == "attention_mask" and grows(value)):
             continue
-        if name not in _PADDED or isinstance(value, dict) or value.shape[-1:] != tokens:
+        if name not in PADDED or isinstance(value, dict) or value.shape[-1:] != tokens:
             return name
     return None
 

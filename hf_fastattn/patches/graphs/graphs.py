@@ -76,6 +76,9 @@ class DecodeGraphs:
         self.shared: dict[str, Any] = {}
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
+        self.seconds = 0.0  # that the last step from Python took which was rehearsed or captured
+        self.late = True  # whether graphs are captured after replies
+        self.everything = False  # whether graphs of all sizes are, however long that takes
         self.captures = self.replays = self.uncaptured = 0
         self.skipped = 0
         self.padded: list[str] = []
@@ -143,6 +146,13 @@ class DecodeGraphs:
             self.rehearsed[entry.shape] = entry.rehearsal
             if len(self.rehearsed) > MAX_REHEARSALS:
                 del self.rehearsed[next(iter(self.rehearsed))]
+
+    def knows(self, entry: Entry) -> bool:
+        """Whether a step of the kind of this one has been rehearsed, on the model as it is."""
+        return any(
+            known.kind == entry.kind and known.code == self.path.version and known.state.differs(entry.state) is None
+            for known in self.rehearsed.values()
+        )
 
     def sizes(self, storage: Storage, rows: int, last: bool, masked: bool) -> set[int]:
         """The numbers of tokens of the graphs that may read such a prompt, if the model has not changed."""

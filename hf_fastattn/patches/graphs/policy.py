@@ -1,11 +1,12 @@
 """Which graph reads a prompt or a message, and which graphs are captured after a reply.
 
-A step is bound by reading weights up to some hundred tokens, so few sizes serve most prompts: SIZES. Where their padding costs more
-than it saves, by the arithmetic of `Cost`, a size of NEAREST is used, or the model's Python, which reads no padding.
+A step is bound by reading weights up to some hundred tokens, so few sizes serve most prompts: SIZES. Where their padding costs
+more than it saves, by the arithmetic of `Cost`, a size of NEAREST is used, or the model's Python, which reads no padding.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from ...caches.stored import StoredCache
 from ...kernels.host import gpu
 
 SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048)  # tokens of each row in a graph
-NEAREST = (1, 2, 4, 8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
+NEAREST: tuple[int, ...] = (1, 2, 4, 8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
 MOST = 512  # tokens of all rows in a graph of more than FEW of each; more if their kernels take less time than launches
 OFTEN = 3  # prompts of one size of NEAREST, after which it gets a graph of its own if that saves time
 USUAL = 1, 128  # sizes that are wanted after each reply: of a step, and of most messages
@@ -58,9 +59,9 @@ def tokens_in(cache: StoredCache) -> int:
 class Cost(NamedTuple):
     """What forwards of a model take on one of its ranks, by arithmetic.
 
-    It is the same on all ranks, which must decide alike, even if their GPUs differ. weights: numbers in matrices but tables. read:
-    bytes of them that each forward reads; routed: those of experts. active: numbers that a token is multiplied by. chosen: the part
-    of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads).
+    It is the same on all ranks, which must decide alike, even if their GPUs differ. weights: numbers in matrices but tables.
+    read: bytes that each forward reads, besides experts; routed: those of experts. active: numbers that a token is multiplied
+    by. chosen: the part of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads).
     """
 
     weights: float
@@ -78,15 +79,13 @@ class Cost(NamedTuple):
         """That of a model. arch: as in `gpu.arch`; None for that of the model's GPU."""
         ranks, config, shapes = hf.num_ranks(model), model.config.get_text_config(decoder=True), hf.layer_shapes(model.config)
         head = model.get_output_embeddings()
-        tables = {id(each.weight) for each in (model.get_input_embeddings(), head) if each is not None}
+        tables = {id(getattr(each, "weight", None)) for each in (model.get_input_embeddings(), head)}
         matrices = [(f"{name}.", p) for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in tables]
         of_experts = [p for name, p in matrices if ".experts." in name]
         count = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
         chosen = (getattr(config, "num_experts_per_tok", None) or count) / count
         weights, routed = sum(p.numel() for _, p in matrices) / ranks, sum(p.nbytes for p in of_experts) / ranks
-        layers: dict[tuple[hf.Kind, object], int] = {}
-        for each in zip(hf.layer_kinds(model.config), shapes, strict=False):
-            layers[each] = layers.get(each, 0) + 1
+        layers = Counter(zip(hf.layer_kinds(model.config), shapes, strict=False))
         old = ranks == 1 and model.device.type == "cuda" and (gpu.arch(model.device) if arch is None else arch) < 90
         return cls(
             weights,
@@ -122,8 +121,8 @@ class Cost(NamedTuple):
 
     def launch_bound(self) -> int:
         """The most tokens of a prompt, from MOST on, whose kernels take less time than their launches from Python."""
-        tokens = self.launches * self.flops / (2 * max(self.weights, 1))
-        return max(MOST, min(int(tokens), NEAREST[-1]))
+        tokens = int(self.launches * self.flops / (2 * max(self.weights, 1)))
+        return max(MOST, min(tokens, NEAREST[-1]))
 
 
 def launch_bound(model: hf.PreTrainedModel, arch: int | None = None) -> int:
@@ -138,13 +137,15 @@ class Choice(NamedTuple):
     wanted: frozenset[int] = frozenset()
 
 
-def choose(cost: Cost, rows: int, tokens: int, past: int, *, graphs: Collection[int], asked: int, most: int, own: bool = False) -> Choice:
+def choose(
+    cost: Cost, rows: int, tokens: int, past: int, *, graphs: Collection[int], asked: int, most: int, own: bool = False
+) -> Choice:
     """How a prompt of so many tokens of each row is read, behind `past` others.
 
-    graphs: sizes of the graphs there are for it. asked: how many prompts of its nearest size came before. most: see `most_tokens`.
-    own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
-    A graph is used if it costs no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the smallest
-    one, which would have to be captured first.
+    graphs: sizes of the graphs there are for it. asked: how many prompts of its nearest size came before. most: see
+    `most_tokens`. own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
+    A graph is used if it costs no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the
+    smallest one, which would have to be captured first.
     """
     if tokens > most or asked < 0:
         return Choice(None)

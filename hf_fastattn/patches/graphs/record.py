@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -40,6 +41,15 @@ class Recorder:
         if entry.graph is not None:
             graphs.replays += 1
             return _replay(entry, entry.graph, inputs)
+        began = time.perf_counter()
+        try:
+            return self._first(entry, storage, inputs)
+        finally:
+            graphs.seconds = time.perf_counter() - began
+
+    def _first(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:
+        """A step that is rehearsed or captured."""
+        graphs = self.graphs
         body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
         if entry.rehearsal is None:
             self._check_positions(entry, storage)

@@ -1,0 +1,104 @@
+"""Graphs that are captured after the reply of a generate(), for the messages that follow: no token waits for them."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+
+import torch
+
+from ... import hf
+from ...caches.contract import Storage
+from ..graphs import policy
+from ..graphs.entry import KEEP, PADDED, Inputs, unpaddable
+from ..graphs.policy import SIZES, most_tokens
+from ..graphs.undo import Mark, undo
+from .forwards import Forwards
+
+
+def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
+    """Capture graphs of the sizes that prompts and messages of a call wanted, the cheapest first, for SHARE of its time at most.
+
+    began: when the call did, by time.perf_counter(). alone: whether no other thread is in a call of the model; the caller
+    keeps it so. The reply is the caller's, so what fails here is not raised: the size is read from Python then.
+    """
+    graphs, sizes = forwards.graphs, _sizes(forwards) if alone else ()
+    if not graphs.ranks.same("the captures after a reply", sizes) or not sizes:
+        return
+    device = forwards.model.device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    now = time.perf_counter()
+    until = math.inf if graphs.everything else now + policy.SHARE * (now - began)
+    with torch.no_grad(), graphs.lock:
+        replays = graphs.replays
+        try:
+            forwards.present.forget()
+            forwards.present.compare()
+            for size in sizes:
+                if not _capture(forwards, size, until):
+                    break
+        except Exception as error:
+            if "no memory" in str(error):
+                graphs.late = False
+                name = type(forwards.model).__name__
+                warnings.warn(f"{name}.generate() captures no more graphs after its replies: {error}.", stacklevel=2)
+        finally:
+            graphs.replays = replays
+
+
+def _sizes(forwards: Forwards) -> tuple[int, ...]:
+    """The sizes to capture; none if a step cannot be run and undone as if it had never been."""
+    graphs, storage, given = forwards.graphs, forwards.storage, forwards.prompted
+    if not (given and storage is not None and storage.takes_prompts and forwards.stock and graphs.late and not graphs.closed):
+        return ()
+    rows, seen = len(given["input_ids"]), storage.seen
+    if storage.rows != rows or not seen or forwards.refused is not None or graphs.runs_own or unpaddable(given) is not None:
+        return ()
+    if storage.states() or storage.looks_ahead or storage.resized or storage.cut_short or not _has_room(forwards, storage):
+        return ()
+    masked = storage is not forwards.unmasked and given.get("attention_mask") is not None
+    there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
+    most = min(most_tokens(storage, rows, forwards.most), storage.capacity)
+    asked = SIZES if graphs.everything else forwards.wanted
+    return tuple(policy.wanted(forwards.cost, rows, seen, asked, there, most))
+
+
+def _has_room(forwards: Forwards, storage: Storage) -> bool:
+    more = storage.seen + 1
+    return storage.can_undo and storage.holds(more) and (forwards.positions is None or more <= forwards.positions)
+
+
+def _capture(forwards: Forwards, size: int, until: float) -> bool:
+    """Capture the graph of one size, if steps of its kind are known. Returns whether there was time."""
+    graphs, storage, given = forwards.graphs, forwards.storage, forwards.prompted
+    assert storage is not None  # see `_sizes`
+    ids = given["input_ids"]
+    cache = forwards.around(storage)
+    inputs: Inputs = {**given, hf.CACHE: cache}
+    for name in PADDED & given.keys():
+        if given[name] is not None:
+            inputs[name] = given[name][..., :1].expand(*given[name].shape[:-1], size)
+    storage.sync(ids.device)
+    forwards.set_mask(cache, inputs, size)
+    entry = forwards.present.entry(cache, inputs, size)
+    if entry.graph is not None or entry.refused is not None or not graphs.knows(entry):
+        return True
+    passes = 1 if entry.warm else 2  # kernels cannot be loaded during a capture
+    if not graphs.ranks.every("a capture after a reply", time.perf_counter() + passes * graphs.seconds <= until):
+        return False
+    for _ in range(passes):
+        mark = Mark(storage, entry.device)
+        try:
+            entry.copy_in(inputs)
+            forwards.recorder.step(entry, storage, inputs)
+        except Exception as error:
+            entry.refused = str(error)
+            raise
+        finally:
+            undo(storage, mark)
+            storage.sync(ids.device)
+        if entry.refused is not None:
+            break
+    return True

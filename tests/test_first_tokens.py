@@ -1,0 +1,231 @@
+"""Prompts and messages that replay: the sizes of their graphs, rehearsals that siblings share, captures after a reply."""
+
+from __future__ import annotations
+
+import threading
+
+import fake_graph
+import pytest
+import torch
+from models import VOCAB, prompts, tiny
+from transformers import LlamaForCausalLM
+
+import hf_fastattn
+from hf_fastattn import PreallocatedCache, hf
+from hf_fastattn.model_shapes import SHAPES
+from hf_fastattn.patches.graphs import graphs, policy
+from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    fake_graph.use(monkeypatch)
+
+
+@pytest.fixture
+def llama():
+    return tiny("llama", max_position_embeddings=4096)
+
+
+def cost_of(name: str) -> Cost:
+    model_type, config = SHAPES[name]
+    return Cost.of(hf.model_on_meta(hf.make_config(model_type, **config), torch.bfloat16))
+
+
+def ask(model, tokens, **options):
+    """The answer to a prompt of so many tokens."""
+    ids = torch.randint(2, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    return model.generate(ids, **{"max_new_tokens": 4, "do_sample": False, **options})
+
+
+def sizes(patch) -> set[int]:
+    return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
+
+
+@pytest.mark.parametrize(
+    "name, tokens, past, there, asked, most, expected",
+    [
+        ("1b", 5, 0, (), 0, 2048, 16),  # the standard size
+        ("1b", 5, 0, (128, 256), 0, 2048, 128),  # a graph that costs as much
+        ("8b", 9, 65536, (128,), 0, 896, 16),  # whose padding reads a long past
+        ("8b", 5, 4096, (512,), 0, 896, 16),  # or computes
+        ("1b", 513, 0, (), 0, 2048, 1024),  # less than the launches from Python
+        ("1b", 513, 0, (1024,), 2, 2048, 1024),
+        ("1b", 513, 0, (1024,), 3, 2048, 640),  # a nearer one, as it comes often
+        ("8b", 513, 0, (), 0, 896, 640),  # more than from Python
+        ("8b", 513, 0, (1024,), 0, 896, 640),
+        ("8b", 900, 0, (), 0, 896, None),
+        ("1b", 2049, 0, (), 0, 2048, None),
+        ("1b", 5, 0, (128,), policy.NEVER, 2048, None),
+    ],
+)
+def test_the_size_of_a_prompt(name, tokens, past, there, asked, most, expected):
+    assert choose(cost_of(name), 1, tokens, past, graphs=there, asked=asked, most=most).size == expected
+
+
+@pytest.mark.parametrize("name", ["1b", "8b", "70b"])
+def test_padding_never_costs_more_than_5_percent_or_1_ms(name):
+    cost = cost_of(name)
+    for past in (0, 4096, 65536):
+        for tokens in (1, 3, 17, 65, 129, 257, 300, 513, 600, 1025, 1100, 1999):
+            for there in ((), (1024, 2048), policy.SIZES):
+                size = choose(cost, 1, tokens, past, graphs=there, asked=0, most=2048).size
+                python = cost.python(1, tokens, past)
+                assert size is None or cost.graph(1, size, past) <= max(1.05 * python, python + 1e-3)
+
+
+def test_what_is_wanted_after_a_reply():
+    found = wanted(cost_of("1b"), 1, 100, {1, 16, 128, 1024}, (), 2048)
+    assert found == [1, 128, 1024]  # the second one reads 16 tokens as well
+    assert wanted(cost_of("8b"), 1, 65536, {1, 16, 128}, (1,), 896) == [16, 128]
+    assert wanted(cost_of("1b"), 1, 0, {1, 16, 128, 1024}, (1, 256), 512) == []
+
+
+def test_eight_sizes_for_three_batches_are_kept():
+    assert 3 * len(policy.SIZES) <= graphs.MAX_GRAPHS
+
+
+def test_a_rehearsal_holds_for_other_buffers_of_the_same_size(llama, monkeypatch):
+    rehearsals, rehearse = [], fake_graph.RecordedGraph.rehearse
+    monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
+    expected = [ask(llama, tokens) for tokens in (12, 9)]
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(3):
+            cache = PreallocatedCache(llama)
+            for index, tokens in enumerate((12, 9)):
+                cache.reset()
+                assert torch.equal(ask(llama, tokens, past_key_values=cache), expected[index])
+        assert len(rehearsals) == 2 and patch.captures == 3 + 2 and not patch.reasons  # the second cache rehearses nothing
+        llama.model.layers[0].self_attn.scaling *= 0.5
+        cache.reset()
+        found = ask(llama, 12, past_key_values=cache)
+        assert len(rehearsals) == 4
+    assert torch.equal(found, ask(llama, 12))
+
+
+def test_sizes_are_captured_after_a_reply(llama, monkeypatch):
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+    lengths = (100, 12, 40, 200, 9, 150, 90)
+    expected, found, captures = [ask(llama, tokens) for tokens in lengths], [], []
+    with hf_fastattn.patch(llama) as patch:
+        for tokens, want in zip(lengths, expected, strict=True):
+            assert torch.equal(ask(llama, tokens), want)
+            captures.append(patch.captures)
+            found.append(sizes(patch))
+        assert (patch.uncaptured, patch.reasons) == (0, [])
+    assert found[0] == {1} and found[1] == {1, 128} and found[3] == {1, 128, 256} and captures == [1, 2, 2, 3, 3, 3, 3]
+
+
+def test_captures_after_a_reply_take_a_part_of_its_time(llama):
+    with hf_fastattn.patch(llama) as patch:
+        for tokens in (100, 12):
+            ask(llama, tokens)
+        assert sizes(patch) == {1}
+
+
+FAILURES = {
+    "memory": (torch.OutOfMemoryError("of the device"), "captures no more graphs after its replies: .*no memory"),
+    "other": (RuntimeError("of the driver"), None),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.filterwarnings("error:.*captures no more")
+def test_a_capture_after_a_reply_that_fails(llama, monkeypatch, name):
+    error, said = FAILURES[name]
+    expected = [ask(llama, tokens) for tokens in (100, 12, 12, 60)]
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+    with hf_fastattn.patch(llama) as patch:
+        assert torch.equal(ask(llama, 100), expected[0])
+        with pytest.MonkeyPatch.context() as broken:
+            capture = fake_graph.RecordedGraph.capture
+
+            def fails(self, body):
+                capture(self, body)
+                raise error
+
+            broken.setattr(fake_graph.RecordedGraph, "capture", fails)
+            if said is None:
+                assert torch.equal(ask(llama, 12), expected[1])
+            else:
+                with pytest.warns(UserWarning, match=said):
+                    assert torch.equal(ask(llama, 12), expected[1])
+            assert patch._graphs.late == (said is None)
+        for want, tokens in zip(expected[2:], (12, 60), strict=True):
+            assert torch.equal(ask(llama, tokens), want)
+        assert not patch.uncaptured and not patch.reasons
+
+
+def test_a_capture_after_a_reply_that_is_interrupted(llama, monkeypatch):
+    expected = ask(llama, 12)
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+    cache = PreallocatedCache(llama, 512)
+    with hf_fastattn.patch(llama) as patch:
+        ask(llama, 100, past_key_values=cache)
+        cache.reset()
+        with pytest.MonkeyPatch.context() as broken:
+
+            def stopped(self, body):
+                body()
+                raise KeyboardInterrupt
+
+            broken.setattr(fake_graph.RecordedGraph, "capture", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                ask(llama, 12, past_key_values=cache)
+        assert cache.get_seq_length() == 15 and not patch._generation.calls
+        cache.reset()
+        assert torch.equal(ask(llama, 12, past_key_values=cache), expected) and not patch.reasons
+
+
+def test_nothing_is_captured_after_a_reply_while_another_thread_is_in_a_call_or_code_of_the_user_runs(llama, monkeypatch):
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+    with hf_fastattn.patch(llama) as patch:
+        ask(llama, 100)
+        patch._generation.calls += 1  # as of another thread
+        ask(llama, 12)
+        patch._generation.calls -= 1
+        assert sizes(patch) == {1}
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        return LlamaForCausalLM.forward(self, input_ids, attention_mask, position_ids, **kwargs)
+
+    llama.__class__ = type("Own", (LlamaForCausalLM,), {"forward": forward})
+    with hf_fastattn.patch(llama, keep_graphs=True) as patch:
+        for tokens in (100, 12, 12, 40):
+            ask(llama, tokens)
+        assert sizes(patch) == {1, 16}  # neither 128 nor 64
+
+
+@pytest.mark.parametrize("room", [112, 120])
+def test_padding_at_the_end_of_the_buffers_and_of_the_positions(room, monkeypatch):
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+    opt = tiny("opt", max_position_embeddings=112)
+    inputs = prompts("no_padding", "cpu", rows=1)
+    options = {"max_new_tokens": 16, "do_sample": False}
+    expected = opt.generate(**inputs, **options)
+    with hf_fastattn.patch(opt) as patch:
+        cache = PreallocatedCache(opt, room, grow=False)
+        for _ in range(4):
+            cache.reset()
+            assert torch.equal(opt.generate(**inputs, past_key_values=cache, **options), expected)
+            assert cache.get_seq_length() == 111
+        assert patch.captures >= 2 and not patch.reasons
+
+
+def test_another_thread_begins_a_call_after_the_captures(llama, monkeypatch):
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+    expected = ask(llama, 40)
+    with hf_fastattn.patch(llama) as patch:
+        ask(llama, 100)
+        capture, other, found = fake_graph.RecordedGraph.capture, [], []
+
+        def meanwhile(self, body):
+            if not other:
+                other.append(threading.Thread(target=lambda: found.append(ask(llama, 40))))
+                other[0].start()
+            return capture(self, body)
+
+        monkeypatch.setattr(fake_graph.RecordedGraph, "capture", meanwhile)
+        ask(llama, 12)
+        other[0].join()
+        assert torch.equal(found[0], expected) and not patch.reasons
