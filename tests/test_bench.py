@@ -18,6 +18,7 @@ from benchmarks import (
     context,
     evaluation,
     families,
+    first_tokens,
     fresh,
     generate,
     grid,
@@ -493,6 +494,15 @@ def test_calls_of_lm_eval_are_recorded(tmp_path, monkeypatch):
     assert [len(call["lengths"]) for call in run["calls"]] == [2, 1] and min(run["calls"][0]["lengths"]) > 1000
     assert run["name"] == "a" and all(call["new"] == 4 for call in run["calls"])
     assert run["stops"] == [["zz", 4], ["</s>", 3]] and run["options"] == {"do_sample": False, "use_cache": True}
+
+
+@pytest.mark.slow
+def test_first_tokens(tmp_path, monkeypatch):
+    fake_graph.use(monkeypatch)
+    assert first_tokens.main(["--shape", "tiny", "--reserve", "0", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    chats, again = json.loads((tmp_path / "first_tokens_tiny.json").read_text())["rows"]
+    assert len(chats["patched"]["before"]) == 2 * len(chats["lengths"]) and not chats["reasons"]
+    assert sum(chats["patched"]["before"]) + sum(chats["patched"]["after"]) == chats["captures"] and again["captures"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
 from hf_fastattn.model_shapes import SHAPES
+from hf_fastattn.patches import ahead, warm
 from hf_fastattn.patches.graphs import graphs, policy
 from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
 
@@ -89,9 +90,11 @@ def test_a_rehearsal_holds_for_other_buffers_of_the_same_size(llama, monkeypatch
     rehearsals, rehearse = [], fake_graph.RecordedGraph.rehearse
     monkeypatch.setattr(fake_graph.RecordedGraph, "rehearse", lambda *args: rehearsals.append(1) or rehearse(*args))
     expected = [ask(llama, tokens) for tokens in (12, 9)]
+    kept = []
     with hf_fastattn.patch(llama) as patch:
         for _ in range(3):
             cache = PreallocatedCache(llama)
+            kept.append(cache)  # so that its buffers are not those of the next one
             for index, tokens in enumerate((12, 9)):
                 cache.reset()
                 assert torch.equal(ask(llama, tokens, past_key_values=cache), expected[index])
@@ -101,6 +104,45 @@ def test_a_rehearsal_holds_for_other_buffers_of_the_same_size(llama, monkeypatch
         found = ask(llama, 12, past_key_values=cache)
         assert len(rehearsals) == 4
     assert torch.equal(found, ask(llama, 12))
+
+
+def test_a_new_cache_for_each_chat_captures_nothing_anew(llama):
+    turns, captures = (30, 12, 9, 50), []
+
+    def chat(cache):
+        out, found = None, []
+        for tokens in turns:
+            ids = torch.randint(2, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+            ids = ids if out is None else torch.cat([out, ids], 1)
+            out = llama.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+            found.append(out)
+        return found
+
+    expected = chat(PreallocatedCache(llama))
+    with hf_fastattn.patch(llama) as patch:
+        for _ in range(4):
+            cache = PreallocatedCache(llama, 200)
+            assert all(map(torch.equal, chat(cache), expected))
+            address = cache.layers[0].keys.data_ptr()
+            captures.append((patch.captures, address))
+            del cache
+        cache = PreallocatedCache(llama, 2000)
+        assert all(map(torch.equal, chat(cache), expected)) and cache.storage.capacity == 2048
+        assert len({address for _, address in captures}) == 1 and captures[2] == captures[3] and not patch.reasons
+
+
+def test_caches_that_do_not_get_the_storage_of_another(llama):
+    with hf_fastattn.patch(llama) as patch:
+        first = PreallocatedCache(llama)
+        expected = ask(llama, 12, past_key_values=first)
+        layers = [*first.layers]  # still in use
+        del first
+        second = PreallocatedCache(llama)
+        assert torch.equal(ask(llama, 12, past_key_values=second), expected) and second.layers[0] is not layers[0]
+        del layers, second
+        fixed = PreallocatedCache(llama, 100, grow=False)
+        ask(llama, 12, past_key_values=fixed)
+        assert fixed.storage.capacity == 100 and not patch.reasons
 
 
 def test_sizes_are_captured_after_a_reply(llama, monkeypatch):
@@ -114,6 +156,17 @@ def test_sizes_are_captured_after_a_reply(llama, monkeypatch):
             found.append(sizes(patch))
         assert (patch.uncaptured, patch.reasons) == (0, [])
     assert found[0] == {1} and found[1] == {1, 128} and found[3] == {1, 128, 256} and captures == [1, 2, 2, 3, 3, 3, 3]
+
+
+def test_warm_captures_all_sizes(llama, monkeypatch):
+    monkeypatch.setattr(ahead, "warm_up", lambda *_: "")
+    monkeypatch.setattr(warm.Recipe, "of", lambda *_: None)
+    with hf_fastattn.patch(llama) as patch:
+        patch.warm(rows=(1, 2), graphs=True)
+        assert sizes(patch) == {1, 256} and patch.captures == 4  # the largest that fits reads smaller ones as fast
+        captures = patch.captures
+        ask(llama, 12)
+        assert patch.captures == captures and patch.replays > 0
 
 
 def test_captures_after_a_reply_take_a_part_of_its_time(llama):

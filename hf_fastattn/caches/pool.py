@@ -43,11 +43,9 @@ class Pool:
             storage = self._find(rows, capacity, among)
         if storage is None:
             storage = self.make(capacity)
-            storage.serial = self.serial = self.serial + 1
-            storage.call_on_low_memory(self.clear)
-        storage.reset()
+            self._number(storage)
         cache = self.around(storage)
-        weakref.finalize(cache, _return_storage, weakref.ref(self), storage, rows).atexit = False
+        self._return_later(cache, rows)
         return cache
 
     def lend(self, rows: int, fits: Callable[[Storage], bool]) -> Storage | None:
@@ -63,6 +61,25 @@ class Pool:
             if not self.closed:
                 self.idle.append((rows, storage))
                 del self.idle[:-MAX_IDLE]
+
+    def adopt(self, cache: StoredCache, rows: int, capacity: int, among: list[int] | None = None) -> None:
+        """Let an empty cache that the caller has made, and that has allocated nothing, have an idle storage, whose graphs are
+        valid. If none fits, its own becomes one of the pool. Arguments as in take()."""
+        with self.lock:
+            storage = self._find(rows, capacity, among)
+        if storage is None:
+            self._number(cache.storage)
+        else:
+            cache._adopt(storage)
+        self._return_later(cache, rows)
+
+    def _number(self, storage: Storage) -> None:
+        storage.serial = self.serial = self.serial + 1
+        storage.call_on_low_memory(self.clear)
+
+    def _return_later(self, cache: StoredCache, rows: int) -> None:
+        cache.storage.reset()
+        weakref.finalize(cache, _return_storage, weakref.ref(self), cache.storage, rows).atexit = False
 
     def fitting(self, rows: int, capacity: int) -> list[int]:
         """Serial numbers of the idle storages that fit."""

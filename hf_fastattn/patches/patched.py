@@ -228,8 +228,8 @@ class Patch:
     def warm(self, rows: Iterable[int] = ROWS, tokens: int = LONGEST, graphs: bool = False) -> str:
         """Compile the kernels of this model now, in other processes, for calls of so many rows and texts of `tokens` at most.
 
-        graphs: also capture the decode step of each number of rows, by a short generate(). Returns a sentence with the number of
-        kernels and the time. Raises ValueError if the patch is undone, and as `kernels_of`.
+        graphs: also capture the decode step of each number of rows, and short messages, by two calls of generate(). Returns a
+        sentence with the number of kernels and the time. Raises ValueError if the patch is undone, and as `kernels_of`.
         """
         from . import ahead, warm
 
@@ -239,10 +239,14 @@ class Patch:
         rows = tuple(rows)
         said = ahead.warm_up(warm.Recipe.of(model), rows, tokens)
         if graphs and self.graph:
-            for count in rows:
-                ids = torch.zeros(count, 1, dtype=torch.int64, device=model.device)
-                mask = torch.ones_like(ids)
-                model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)  # type: ignore[operator]
+            self._graphs.everything = True
+            try:
+                for count in sorted((*rows, *rows)):  # the first call allocates, and the second rehearses a message
+                    ids = torch.zeros(count, 16, dtype=torch.int64, device=model.device)
+                    mask = torch.ones_like(ids)
+                    model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)  # type: ignore[operator]
+            finally:
+                self._graphs.everything = False
             said += f" {self.captures} graphs captured, {time.perf_counter() - began:.1f} s in all."
         return said
 

@@ -81,16 +81,33 @@ class CallCaches:
         """How many of `tokens` tokens a layer without a sliding window keeps."""
         return tokens if self.streaming is None else min(tokens, self.streaming.sinks + self.streaming.window)
 
+    def is_new(self, cache: object) -> TypeGuard[PreallocatedCache]:
+        """Whether it is a cache of the caller that has allocated nothing, and may have the storage of another one."""
+        if type(cache) is not PreallocatedCache or self.type is not PreallocatedCache or cache.storage.serial:
+            return False
+        layers = cache.storage.layers
+        new = not any(layer.is_initialized or layer.pending or layer.seen for layer in layers)
+        return new and all(layer.track.growable for layer in layers) and tuple(x.track.kind for x in layers) == self.kinds
+
     def make_ready(
-        self, cache: StoredCache, model: hf.PreTrainedModel, model_kwargs: dict[str, Any], rows: int, tokens: int
+        self,
+        cache: StoredCache,
+        model: hf.PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        rows: int,
+        tokens: int,
+        among: list[int] | None,
     ) -> None:
-        """Make room in a cache that the caller passed. Raise ValueError if it does not fit this call."""
+        """Make room in a cache that the caller passed. Raise ValueError if it does not fit this call. among: see `Pool.take`."""
         layers = self.fitted[1]
         if len(cache.layers) not in (layers, len(self.kinds)):
             raise ValueError(
                 f"This cache holds {len(cache.layers)} layers, and {type(model).__name__} has {layers}: "
                 "it belongs to another model."
             )
+        if self.is_new(cache):
+            asked = max(layer.track.capacity for layer in cache.storage.layers)
+            self.pool.adopt(cache, rows, max(asked, tokens), among)
         cache.check_rows(rows)
         seen = cache.get_seq_length()
         whole = covered(model_kwargs, seen)

@@ -166,7 +166,7 @@ class Generation:
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         among = self._agree(model, generation_config, given, rows, max_cache_length)
         if caches.takes(given):
-            caches.make_ready(given, model, model_kwargs, rows, max_cache_length)
+            caches.make_ready(given, model, model_kwargs, rows, max_cache_length, among)
         elif given is not None:
             self.say(f"{hf.CACHE} is a {type(given).__name__}, not a {caches.type.__name__}")
         elif asked is not None:
@@ -177,7 +177,7 @@ class Generation:
             self.say(f'use_cache=False was requested, {again} (in TRL pass generation_kwargs={{"use_cache": True}})')
         else:
             given = model_kwargs[hf.CACHE] = caches.pool.take(rows, max_cache_length, among)
-            forward.free_for_training(model, caches.pool)
+        forward.free_for_training(model, caches.pool)
         self.ranks.wrote(model_kwargs.get(hf.CACHE))
         if caches.takes(given):
             seen = given.get_seq_length()
@@ -242,9 +242,10 @@ class Generation:
         }
         may_wait = any(call.may_wait(model.device) for call in self._thread.calls[-1:])
         fitting, needed = [], 0
+        caches = self.caches
         if given is None:
-            caches = self.caches
             needed = several_ranks.least_bytes(model, caches.kinds, rows, caches.kept(tokens)) - caches.pool.idle_bytes
+        if given is None or caches.is_new(given):
             fitting = caches.pool.fitting(rows, tokens)
         among = self.ranks.agree(config, settings, may_wait, fitting, needed)
         if self.heads is not None and self.graph:

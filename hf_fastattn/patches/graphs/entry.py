@@ -115,9 +115,9 @@ class Entry:
     def shape(self) -> Kind:
         """All that selects its kernels, besides its kind."""
         storage = self.storage()
-        room = None if storage is None else storage.capacity
-        tensors = {**self.tensors, **self.masks}.values()
-        return self.kind, self.tokens, room, *((tuple(each.shape), each.dtype, each.device) for each in tensors)
+        buffers = {_layout(part.tensor) for part in ([] if storage is None else storage.memory())}
+        given = map(_layout, {**self.tensors, **self.masks}.values())
+        return self.kind, self.tokens, storage and storage.capacity, frozenset(buffers), *given
 
     @property
     def warm(self) -> bool:
@@ -253,6 +253,11 @@ def unpaddable(inputs: Inputs) -> str | None:
 def grows(mask: object) -> TypeGuard[torch.Tensor]:
     """Whether this is a mask of generate(), (rows, tokens so far), which grows with every token."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2
+
+
+def _layout(x: torch.Tensor) -> Kind:
+    """What a kernel is compiled for."""
+    return tuple(x.shape), x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,154 @@
+"""Time to the first token of chats, of a job and of prompts that repeat, of stock generate() and under patch().
+
+    python -m benchmarks.first_tokens --shape 1b
+    python -m benchmarks.first_tokens --shape 8b --only chats,job
+
+Each case runs stock generate() with sdpa and then patch(), in one process and over one set of weights. Under patch() a first
+life, which is not timed, compiles and loads the kernels; in the second one nothing is captured yet. "before" and "after" count
+the captures of each turn: before its first token, which waits for them, and later. Stock generate() reads the same ids, and
+generates few tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+
+import torch
+
+from hf_fastattn import PreallocatedCache
+from hf_fastattn.patches import patch
+
+from . import families
+from .models import SHAPES, Subject, dtype_for, load
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .runs import Prompt, free, make_prompt, run
+
+METHOD = "greedy generate() of one row, in one process; host time to the first token, which the device has finished"
+NEW = 32  # tokens of a reply
+PAST = 65536
+CHATS = 2
+
+
+def log_uniform(count: int, low: int, high: int) -> list[int]:
+    """Lengths whose logarithms are uniform, in a fixed random order."""
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(46))
+    return [round(low * (high / low) ** float(each)) for each in drawn]
+
+
+# name: lengths of the prompts; tokens before each of them; whether they follow each other in a chat
+CASES: dict[str, tuple[list[int], int, bool]] = {
+    "chats": (log_uniform(40, 3, 900), 0, True),
+    "job": (log_uniform(100, 20, 3000), 0, False),
+    **{f"{tokens} tokens": ([tokens] * 10, 0, False) for tokens in (513, 600, 1025, 1100, 3000)},
+    **{f"{tokens} behind 64k": ([tokens] * 10, PAST, False) for tokens in (8, 100)},
+    "tiny chats": (log_uniform(6, 3, 40), 0, True),
+    "tiny": ([9] * 6, 64, False),
+}
+
+
+def life(subject: Subject, name: str, device: torch.device, under=None) -> dict[str, list]:
+    """The first tokens of one case. under: the Patch; None for stock generate()."""
+    lengths, past, chat = CASES[name]
+    model, vocab = subject.model, subject.text_config.vocab_size
+    found: dict[str, list] = {"first_token_s": [], "before": [], "after": []}
+    text = make_prompt([past + sum(lengths) + (NEW + 1) * len(lengths)], vocab, device).ids
+    new = 2 if under is None else NEW
+
+    def ask(ids: torch.Tensor, cache, **options):
+        counts = [under.captures] if under is not None else []
+        prompt = Prompt(ids, torch.ones_like(ids), [ids.shape[1]])
+        each = run(model, prompt, new, cache, also=lambda: under is not None and counts.append(under.captures), **options)
+        if under is not None:
+            found["before"].append(counts[1] - counts[0])
+            found["after"].append(under.captures - counts[1])
+        found["first_token_s"].append(each.first_token_s)
+        return each
+
+    for _ in range(CHATS if chat and under is not None else 1):
+        cache = None
+        if under is not None and (chat or past):
+            cache = PreallocatedCache(model, text.shape[1])
+        seen = 0
+        if past:
+            cache = run(model, Prompt(text[:, :past], torch.ones_like(text[:, :past]), [past]), 1, cache, keep=True).cache
+        for tokens in lengths:
+            if chat:  # the same ids for all, whatever the replies are
+                seen += tokens + NEW
+                cache = ask(text[:, :seen], cache, keep=True).cache
+                cache.crop(-max(0, cache.get_seq_length() - seen))
+            elif past:
+                cache.crop(-max(0, cache.get_seq_length() - past))
+                ask(text[:, : past + tokens], cache)
+            else:
+                ask(text[:, :tokens], None)
+        del cache
+    return found
+
+
+def summary(found: dict[str, list], lengths: list[int]) -> dict:
+    """Milliseconds: median, 95th percentile and maximum of all turns, of those of up to 256 tokens, and of the last three."""
+    ms = [1e3 * each for each in found["first_token_s"]]
+    short = [each for each, tokens in zip(ms, lengths * CHATS, strict=False) if tokens <= 256] or [math.nan]
+    row = {"median_ms": statistics.median(ms), "p95_ms": at(ms, 0.95), "max_ms": max(ms), "p95_short_ms": at(short, 0.95)}
+    return row | {"last_ms": statistics.median(ms[-3:])} | found
+
+
+def at(values: list[float], share: float) -> float:
+    return sorted(values)[math.ceil(share * len(values)) - 1]
+
+
+def measure(subject: Subject, name: str, device: torch.device) -> dict:
+    """The row of one case."""
+    lengths, past, _ = CASES[name]
+    subject.model.set_attn_implementation("sdpa")
+    life(subject, name, device)
+    row = {"case": name, "lengths": lengths, "past": past, "stock": summary(life(subject, name, device), lengths)}
+    free(device)
+    for _ in range(2):
+        with patch(subject.model, "lean") as under:
+            row["patched"] = summary(life(subject, name, device, under), lengths)
+            row |= {"captures": under.captures, "graph_bytes": under.graph_bytes, "reasons": [*under.reasons]}
+        free(device)
+    return row
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.first_tokens") -> int:
+    """Measure the chosen cases. Returns 0, or 1 if there was no time for one."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
+    help_ = f"of {', '.join(CASES)}; default all but those of the tiny shape, and those alone for it"
+    parser.add_argument("--only", type=listed, help=help_)
+    parser.add_argument("--reserve", type=float, default=20, help="seconds that a case may need (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
+    add_options(parser, seconds=250)
+    args = parser.parse_args(argv)
+    args.only = args.only or [name for name in CASES if name.startswith("tiny") == args.shape.startswith("tiny")]
+    check_names(parser, args.only, CASES, "cases")
+    need_gpu(parser, args, [args.shape])
+    device = find_device(args.device)
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "ms"}
+    results = families.begin(parser, args, f"first_tokens_{args.shape}", command(prog, argv), device, head)
+    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
+    subject = load(args.shape, dtype_for(device), device)
+    for name in progress(args.only, "first tokens", "case"):
+        if results.left() < args.reserve:
+            results.data["not_run"].append(name)
+            continue
+        add(results, measure(subject, name, device))
+    return families.end(results)
+
+
+def add(results: Results, row: dict) -> None:
+    said = [f"{row['case']}: {row['captures']} captures"]
+    for rival in ("stock", "patched"):
+        its = row[rival]
+        said.append(f"{rival} median {its['median_ms']:.1f}, p95 {its['p95_ms']:.1f}, max {its['max_ms']:.1f} ms")
+    results.data["rows"].append(row | {"run": results.run})
+    results.say("; ".join([*said, f"before a first token {sum(row['patched']['before'])}", *row["reasons"]]))
+    results.save()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
