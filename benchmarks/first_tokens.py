@@ -17,7 +17,7 @@ import statistics
 
 import torch
 
-from hf_fastattn import PreallocatedCache
+from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
 
 from . import families

@@ -12,7 +12,7 @@ from ... import hf
 from ...caches.contract import Storage
 from ..graphs import policy
 from ..graphs.entry import KEEP, PADDED, Inputs, unpaddable
-from ..graphs.policy import SIZES, most_tokens
+from ..graphs.policy import NEVER, SIZES, most_tokens
 from ..graphs.undo import Mark, undo
 from .forwards import Forwards
 
@@ -23,14 +23,14 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
     began: when the call did, by time.perf_counter(). alone: whether no other thread is in a call of the model; the caller
     keeps it so. The reply is the caller's, so what fails here is not raised: the size is read from Python then.
     """
-    graphs, sizes = forwards.graphs, _sizes(forwards) if alone else ()
-    if not graphs.ranks.same("the captures after a reply", sizes) or not sizes:
-        return
-    device = forwards.model.device
-    if device.type == "cuda":
+    graphs, sizes, device = forwards.graphs, _sizes(forwards) if alone else (), forwards.model.device
+    if sizes and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     now = time.perf_counter()
     until = math.inf if graphs.everything else now + policy.SHARE * (now - began)
+    sizes = sizes if now + graphs.seconds <= until else ()
+    if not graphs.ranks.same("the captures after a reply", sizes) or not sizes:
+        return
     with torch.no_grad(), graphs.lock:
         replays = graphs.replays
         try:
@@ -61,8 +61,11 @@ def _sizes(forwards: Forwards) -> tuple[int, ...]:
     masked = storage is not forwards.unmasked and given.get("attention_mask") is not None
     there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
     most = min(most_tokens(storage, rows, forwards.most), storage.capacity)
-    asked = SIZES if graphs.everything else forwards.wanted
-    return tuple(policy.wanted(forwards.cost, rows, seen, asked, there, most))
+    kinds, asked = {known.tokens > 1 for known in graphs.rehearsed.values()}, graphs.asked[storage]
+    chosen = {
+        size for size in (SIZES if graphs.everything else forwards.wanted) if (size > 1) in kinds and asked.get(size, 0) >= 0
+    }
+    return tuple(policy.wanted(forwards.cost, rows, seen, chosen, there, most))
 
 
 def _has_room(forwards: Forwards, storage: Storage) -> bool:
@@ -95,6 +98,7 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
             forwards.recorder.step(entry, storage, inputs)
         except Exception as error:
             entry.refused = str(error)
+            graphs.asked[storage][size] = NEVER
             raise
         finally:
             undo(storage, mark)

@@ -154,7 +154,7 @@ class Forwards:
             asked[nearest(tokens)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
             size, wanted = choose(self.cost, rows, tokens, tokens_in(cache), **options)
-            if before >= 0:
+            if before >= 0 and storage is self.storage:
                 self.wanted |= wanted
                 self.around = type(cache).around
                 self.prompted = {name: value for name, value in given.items() if name not in hf.CACHES}

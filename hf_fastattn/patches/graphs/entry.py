@@ -42,6 +42,7 @@ class Rehearsal:
 
     state: State
     kind: Kind
+    tokens: int
     code: int
     others: list[str]
     output_type: Callable[..., Any]

@@ -86,7 +86,9 @@ class Cost(NamedTuple):
         chosen = (getattr(config, "num_experts_per_tok", None) or count) / count
         weights, routed = sum(p.numel() for _, p in matrices) / ranks, sum(p.nbytes for p in of_experts) / ranks
         layers = Counter(zip(hf.layer_kinds(model.config), shapes, strict=False))
-        old = ranks == 1 and model.device.type == "cuda" and (gpu.arch(model.device) if arch is None else arch) < 90
+        if arch is None:
+            arch = gpu.arch(model.device) if model.device.type == "cuda" else 90
+        old = ranks == 1 and arch < 90
         return cls(
             weights,
             (sum(p.nbytes for _, p in matrices) + getattr(getattr(head, "weight", None), "nbytes", 0)) / ranks - routed,

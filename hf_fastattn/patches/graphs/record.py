@@ -131,7 +131,9 @@ class Recorder:
             raise Uncapturable(f"its output holds {held}, and a graph returns logits, of one token also other tensors")
         entry.check(logits)
         entry.others = others
-        entry.rehearsal = Rehearsal(entry.state, entry.kind, path.version, [*others], type(outputs), hf.CACHE in outputs)
+        entry.rehearsal = Rehearsal(
+            entry.state, entry.kind, entry.tokens, path.version, [*others], type(outputs), hf.CACHE in outputs
+        )
         values, tensors_written, reason = None, written.names(self.model), None
         try:
             now = read(self.model, of_user=True)
