@@ -37,7 +37,7 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
             forwards.present.forget()
             forwards.present.compare()
             for size in sizes:
-                if not _capture(forwards, size, until):
+                if graphs.closed or not _capture(forwards, size, until):
                     break
         except Exception as error:
             if "no memory" in str(error):

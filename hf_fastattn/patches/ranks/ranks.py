@@ -206,7 +206,8 @@ class Ranks(OneRank):
         return all(self.exchange.gather(what, value))
 
     def same(self, what: str, value: object) -> bool:
-        return len(set(self.exchange.gather(what, value))) == 1
+        found = self.exchange.gather(what, value)
+        return all(each == found[0] for each in found)
 
     def refusal(self, reason: str | None, what: str = "the first step of a decode graph") -> str | None:
         return self._first(self.exchange.gather(what, reason))
