@@ -106,7 +106,9 @@ def test_a_rehearsal_holds_for_other_buffers_of_the_same_size(llama, monkeypatch
     assert torch.equal(found, ask(llama, 12))
 
 
-def test_a_new_cache_for_each_chat_captures_nothing_anew(llama):
+@pytest.mark.parametrize("share", [0, 1e9])
+def test_a_new_cache_for_each_chat_captures_nothing_anew(llama, monkeypatch, share):
+    monkeypatch.setattr(policy, "SHARE", share)
     turns, captures = (30, 12, 9, 50), []
 
     def chat(cache):
