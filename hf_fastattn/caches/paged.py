@@ -17,6 +17,7 @@ from ..attention import ragged
 from ..attention import step as steps
 from ..attention.ragged import Ragged
 from ..attention.step import EAGER, Step
+from ..kernels.paged import paged
 from .buffers import Buffered, Pair, refuse_gradient
 from .contract import Storage
 from .pages import Pages
@@ -58,14 +59,6 @@ class PagedLayer(Buffered):
             keys, values = (pool[rows.keys[0], :, rows.keys[1]].transpose(0, 1)[None] for pool in self.buffers)
             return keys, values
         return states[0], states[1]
-
-    def rows(self, table: torch.Tensor) -> Pair:
-        """K and V of all pages of each row, (rows, num_kv_heads, slots, head_dim). table: (rows, pages of each)."""
-        count, most = table.shape
-        keys, values = (
-            pool[table.long()].transpose(1, 2).reshape(count, pool.shape[1], most * self.size, -1) for pool in self.buffers
-        )
-        return keys, values
 
     def get_seq_length(self) -> int:
         return 0  # rows have lengths of their own; positions are passed to the model
@@ -184,7 +177,10 @@ class PagedCache(StoredCache):
             raise ValueError("A cache in pages is written by generate_batch() of a patched model, and by no other forward.")
         layer: PagedLayer = self.storage.layers[layer_idx]
         written = layer.write(step.ragged, key_states, value_states)
-        return written if self.storage.prompts is not None else layer.rows(self.storage.tables[: self.storage.bucket])
+        if self.storage.prompts is not None:
+            return written
+        step.kv = paged(*layer.buffers, self.storage.tables[: self.storage.bucket])
+        return step.kv.k, step.kv.v
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
