@@ -179,7 +179,8 @@ class PagedCache(StoredCache):
         written = layer.write(step.ragged, key_states, value_states)
         if self.storage.prompts is not None:
             return written
-        step.kv = paged(*layer.buffers, self.storage.tables[: self.storage.bucket])
+        k, v = layer.buffers
+        step.kv = paged(k, v, self.storage.tables[: self.storage.bucket])
         return step.kv.k, step.kv.v
 
 
