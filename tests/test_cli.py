@@ -216,6 +216,7 @@ def test_every_command_has_help(capsys, command):
         (["explain", "8b", "--gpu", "h900"], "hf-fastattn explain: Unknown GPU 'h900'; known: a100"),
         (["explain", "8b", "--length", "0"], "length must be at least 1; got 0."),
         (["explain", "/nowhere/at/all"], "hf-fastattn explain: "),
+        (["explain", "8b", "--curves", "/nowhere/curves.png"], "hf-fastattn explain: "),
         (["generate", "/nowhere/model.gguf"], "There is no file /nowhere/model.gguf."),
         (["generate", "FOLDER", "--backend", "leen"], "Unknown attention backend 'leen'; known backends: "),
         (["generate", "FOLDER", "--tokens", "0"], "--tokens must be at least 1; got 0."),

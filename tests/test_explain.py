@@ -1,6 +1,7 @@
 """Compares explain() with known numbers, with torch's counts, and with a real cache."""
 
 import json
+import sys
 
 import every_model
 import pytest
@@ -111,6 +112,64 @@ def test_a_gpu_that_is_too_small_and_one_that_is_large_enough():
     assert "at any length" in str(explain("mistral-7b", gpu="l4")) and "less than the weights" in str(explain("70b", gpu="l4"))
 
 
+def test_gpt3_on_an_a100_by_hand():
+    found = explain("gpt3", length=4096, gpu="a100-40gb")
+    kv = {row["name"][:3]: row["kv_bytes"] for row in found.variants}
+    assert (kv["MHA"], kv["MQA"]) == (19_327_352_832, 201_326_592)
+    assert found.facts.weight_bytes == pytest.approx(350e9, rel=0.003)
+    # 312e12 FLOP/s over 1.55e12 B/s. A weight of two bytes has two operations for each row; an element of K/V, two for its row.
+    assert round(found.roofline.gpu_flops_per_byte) == found.roofline.weights_batch == 201
+    assert found.roofline.attention_flops_per_byte == 1 and found.roofline.attention_batch is found.roofline.step_batch is None
+    # Two operations per weight and token, of the head (the embedding) for the last token alone; 8_390_656 pairs of query and key.
+    head, attention = 50257 * 12288, 4 * 96 * 96 * 128 * (4096 * 4097 // 2)
+    weights = found.facts.dense_weights - head
+    assert found.prompt.flops == 2 * (4096 * weights + head) + attention
+    assert found.prompt.weight_bytes + found.prompt.kv_bytes == found.facts.dense_bytes + 19_327_352_832
+    assert found.prompt.floor_ms == pytest.approx(1e3 * found.prompt.flops / 312e12) and found.prompt.bound_by == "compute"
+    assert "201 FLOP per byte of A100 SXM 40 GB" in str(found) and "from a batch of 201 on" in str(found)
+
+
+@pytest.mark.parametrize(("name", "length", "part"), [("8b", 64, "step_batch"), ("gpt_oss", 64, "weights_batch")])
+def test_the_batch_from_which_compute_sets_the_time_is_the_least(name, length, part):
+    its, experts = {}, {"num_local_experts": 8, "num_experts_per_tok": 2}
+    model = name if name == "8b" else tiny(FAMILIES[name][0], **FAMILIES[name][1] | experts).config
+    found = explain(model, length=length, gpu="h200", dtype="bfloat16")
+    batch = getattr(found.roofline, part)
+    for n in (batch - 1, batch):
+        step = costs.step(found.facts, found.gpu, n, length)
+        flops, read = (step.flops, step.kv_bytes) if part == "step_batch" else (n * found.facts.weight_flops, 0)
+        its[n] = flops / (step.weight_bytes + read)
+    assert its[batch - 1] < 989e12 / 4.8e12 <= its[batch]
+    assert batch > 206 + 100 * (part == "weights_batch")  # two of eight experts: a row has a quarter of the operations
+
+
+def test_a_prompt_in_a_window_has_the_pairs_of_each_query():
+    facts = costs.count(tiny("mistral", sliding_window=7))
+    whole = facts.prompt_flops(30)
+    assert whole == sum(map(facts.flops, range(1, 31))) - 2 * 29 * facts.head_weights
+    assert facts.head_weights == tiny("mistral").lm_head.weight.numel()
+
+
+def test_a_gpu_without_kernels_and_a_dtype_without_a_rate():
+    old = explain("8b", gpu="t4")
+    assert not old.supported and "needs a GPU of compute capability 8.0 (Ampere) or higher, and T4 has 7.5" in str(old)
+    assert str(old).startswith("supported: no. It needs") and {row["what"] for row in old.refused} >= {"lean", "fa2"}
+    assert explain("8b", gpu="t4", backend="reference").supported and explain(tiny("llama"), length=64, gpu="t4").supported
+    assert old.roofline.weights_batch is None and "dtype='float16' has one" in str(old)
+    assert explain("8b", gpu="t4", dtype="float16").roofline.weights_batch == 204
+    assert "dtype='bfloat16' has one" in str(explain("1b", gpu="b200", dtype="float32"))
+
+
+def test_curves_are_drawn_or_ask_for_matplotlib(monkeypatch, tmp_path):
+    found, file = explain("8b", gpu="h200"), tmp_path / "curves.png"
+    with monkeypatch.context() as m, pytest.raises(ImportError, match=r"Curves need matplotlib .*hf-fastattn\[bench\]"):
+        m.setitem(sys.modules, "matplotlib.figure", None)
+        found.draw(file)
+    image = pytest.importorskip("matplotlib.image")
+    found.draw(file)
+    assert image.imread(file).std() > 0
+
+
 def test_several_backends_are_compared():
     rows = {row["name"]: row for row in explain("8b", length=32768, gpu="h200").variants}
     assert list(rows) == ["MHA, 32 KV heads", "GQA, 8 KV heads (this model)", "MQA, 1 KV head", "window of 4096 in every layer"]
@@ -200,8 +259,11 @@ def test_a_folder_a_printed_table_and_json(tmp_path):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_named_shapes_have_the_size_in_their_name(shape):
-    billions = explain(shape).facts.parameters / 1e9
-    assert billions == pytest.approx(float(shape.rpartition("-")[2].removesuffix("b")), rel=0.25)
+    found = explain(shape)
+    name = {"gpt3": "175b"}.get(shape, shape)
+    billions = found.facts.parameters / 1e9
+    assert billions == pytest.approx(float(name.rpartition("-")[2].removesuffix("b")), rel=0.25)
+    assert found.supported and str(found).startswith("supported: yes\n")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def backends(traceback: Traceback = False) -> None:
 
 
 SOURCE = f"{MODEL}; or a named shape: {', '.join(explanation.SHAPES)}"
+CURVES = "draw operations per byte and least time against batch and length, in .png, .svg or .pdf; needs matplotlib"
 GPU_NAMES = f"published figures of one of {', '.join(explanation.GPUS)}; default: measure the GPU of this machine"
 
 
@@ -66,6 +67,7 @@ def explain(
     window: Window = None,
     sinks: Sinks = None,
     as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
+    curves: Annotated[Path | None, Option(metavar="FILE", help=CURVES)] = None,
     traceback: Traceback = False,
 ) -> None:
     if ranks < 1:
@@ -86,6 +88,8 @@ def explain(
         sinks=sinks,
         ranks=ranks,
     )
+    if curves is not None:
+        found.draw(curves)
     print(json.dumps(found.as_dict(), indent=1) if as_json else found)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from .. import hf, registry
 from ..kernels import TritonKernel, mixture
+from ..kernels.host.gpu import OLDEST
 from ..kernels.spec import KV, Spec
 from ..model_shapes import SHAPES
 from ..patches.fused import experts
@@ -21,8 +22,8 @@ from ..patches.graphs import graphs as graph
 from ..report.machine import find_device
 from ..report.tables import size, table, thousands
 from ..streaming import Settings
-from . import costs
-from .costs import GPU, GPUS, Facts, Step
+from . import costs, curves
+from .costs import GPU, GPUS, Facts, Roofline, Step
 from .layers import small_layers
 
 __all__ = ["GPUS", "SHAPES", "Explanation", "explain"]
@@ -40,9 +41,12 @@ class Explanation:
     length: int
     backend: str
     device: str
+    supported: bool  # whether the backend runs there
     runs: list[dict[str, str]]  # what, how, why
     refused: list[dict[str, str]]  # what, why
     step: Step
+    prompt: Step  # the first forward, up to the first new token
+    roofline: Roofline
     longest: int | None  # most tokens per row that fit into memory; None: no limit
     memory: list[dict[str, Any]]  # length, kv_bytes, bytes, fits
     variants: list[dict[str, Any]]  # name, kv_bytes, floor_ms, longest
@@ -55,6 +59,13 @@ class Explanation:
             found["facts"][name] = getattr(self.facts, name)
         found["facts"]["dtype"] = str(self.facts.dtype).removeprefix("torch.")
         return found
+
+    def draw(self, file: str | Path) -> None:
+        """Draw operations per byte and the least time of a decode step, against batch and length, for MHA, GQA and MQA.
+
+        The suffix of the file is its format. Raises ImportError without matplotlib, OSError for a folder that cannot be written.
+        """
+        curves.draw(self.facts, self.gpu, self.batch, self.length, file)
 
     def __str__(self) -> str:
         return "\n\n".join(_paragraphs(self))
@@ -103,7 +114,7 @@ def explain(
         facts = replace(facts, kinds=(hf.Kind("window", streaming.sinks + streaming.window),) * len(facts.kinds))
     device = find_device(("cuda" if model.device.type == "meta" else model.device) if device is None else device, planned=True)
     figures = costs.find_gpu(gpu, device, facts.dtype)
-    runs, refused = _what_runs(chosen, model, facts, batch, length, device, streaming)
+    runs, refused = _what_runs(chosen, model, facts, batch, length, device, figures, streaming)
     limit, memory, variants = facts.max_length, [], []
     for n in sorted({*_LENGTHS, length}):
         if n <= max(length, limit or n):
@@ -123,8 +134,27 @@ def explain(
             "This machine has no GPU: this is what a machine with a CUDA GPU would run. On this machine the reference in "
             "plain torch would run, on the CPU."
         )
-    step, longest = costs.step(facts, figures, batch, length), costs.longest(facts, figures, batch)
-    return Explanation(facts, figures, batch, length, backend, str(device), runs, refused, step, longest, memory, variants, notes)
+    if figures.rate is None:
+        name, other = str(facts.dtype).removeprefix("torch."), "float16" if figures.arch < OLDEST else "bfloat16"
+        notes.append(f"No rate of {name} is published for this GPU: times are those of bytes. dtype={other!r} has one.")
+    return Explanation(
+        facts=facts,
+        gpu=figures,
+        batch=batch,
+        length=length,
+        backend=backend,
+        device=str(device),
+        supported=bool(runs),
+        runs=runs,
+        refused=refused,
+        step=costs.step(facts, figures, batch, length),
+        prompt=costs.prompt(facts, figures, batch, length),
+        roofline=costs.roofline(facts, figures, length),
+        longest=costs.longest(facts, figures, batch),
+        memory=memory,
+        variants=variants,
+        notes=notes,
+    )
 
 
 def _from_config(source: hf.PreTrainedConfig | str | Path, dtype: torch.dtype | str | None) -> hf.PreTrainedModel:
@@ -165,6 +195,7 @@ def _what_runs(
     batch: int,
     length: int,
     device: torch.device,
+    figures: GPU,
     streaming: Settings | None,
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """(what runs how and why, what was refused and why)."""
@@ -177,10 +208,15 @@ def _what_runs(
     def refuse(what: str, why: str) -> None:
         refused.append({"what": what, "why": why})
 
-    shape = {"num_heads": facts.num_heads, "num_kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
-    own_code = hf.why_not_model(type(model.config))
+    shape = asdict(facts.widest)
+    own_code, too_old = hf.why_not_model(type(model.config)), None
+    if device.type == "cuda" and figures.arch < OLDEST:
+        has = f"{figures.name} has {figures.arch / 10}"
+        too_old = f'It needs a GPU of compute capability {OLDEST / 10} (Ampere) or higher, and {has}. Use "sdpa" there.'
     for name in registry.names():
-        if reason := own_code or registry.get(name).why_not(**shape, dtype=facts.dtype, device=device):
+        backend = registry.get(name)
+        kernel_too_old = too_old if isinstance(backend.prefill, TritonKernel) else None
+        if reason := own_code or kernel_too_old or backend.why_not(**shape, dtype=facts.dtype, device=device):
             refuse(name, reason)
     if any(row["what"] == chosen.name for row in refused):
         return runs, refused
@@ -277,7 +313,9 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
     rate = f", {size(gpu.rate, 'FLOP/s')}" if gpu.rate else ""
     shapes = dict.fromkeys(f"{s.num_heads} query heads on {s.num_kv_heads} KV heads, head_dim {s.head_dim}" for s in facts.shapes)
     heads = f"{facts.num_heads} query heads on {facts.num_kv_heads} KV heads ({kind}), head_dim {facts.head_dim}"
+    no = "" if found.supported else next(f"no. {row['why']}" for row in found.refused if row["what"] == found.backend)
     yield (
+        f"supported: {no or 'yes'}\n"
         f"{facts.name}: {facts.parameters / 1e6:,.0f} million parameters, {size(facts.weight_bytes)} in {dtype}\n"
         f"{heads if len(shapes) == 1 else ' or '.join(shapes)}; layers: {layers}\n"
         f"{batch} of {found.length} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
@@ -296,11 +334,33 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
         ["takes at least", f"{step.floor_ms:.3g} ms", f"set by {step.bound_by}; {per_second:.4g} tokens a second"],
     ]
     yield table(["one decode step, a token for each row", "", ""], rows)
+    yield from _roofline(found)
     rows = [[thousands(n), size(kv), size(held), "yes" if fits else "no"] for n, kv, held, fits in map(dict.values, found.memory)]
     yield table(["tokens a row", "K/V", "K/V and weights", "fits"], rows) + f"\n\n{_limit(found)}"
     of = map(dict.values, found.variants)
     rows = [[name, size(kv), f"{ms:.3g}", "any" if most is None else most] for name, kv, ms, most in of]
     yield table(["the same weights with", "K/V", "at least, ms", "longest"], rows)
+
+
+def _roofline(found: Explanation) -> Iterator[str]:
+    roofline, prompt = found.roofline, found.prompt
+    rows = [
+        ["computes", size(prompt.flops, "FLOP"), f"{prompt.flops_per_byte:,.0f} FLOP for each byte it reads or writes"],
+        ["first token", size(prompt.floor_ms / 1e3, "s"), f"at least, set by {prompt.bound_by}"],
+    ]
+    yield table([f"a prompt of {found.length} tokens a row", "", ""], rows)
+    if roofline.gpu_flops_per_byte is None:
+        return
+
+    def least(batch: int | None) -> str:
+        return "at no batch" if batch is None else f"from a batch of {batch} on"
+
+    rows = [
+        ["products with weights", least(roofline.weights_batch), "all rows share what is read"],
+        ["attention", least(roofline.attention_batch), f"{roofline.attention_flops_per_byte:.3g} FLOP per byte at every batch"],
+        ["decode step", least(roofline.step_batch), f"of {found.length} tokens a row"],
+    ]
+    yield table([f"{roofline.gpu_flops_per_byte:.3g} FLOP per byte of {found.gpu.name}", "set by compute", ""], rows)
 
 
 def _table(rows: list[dict[str, str]]) -> str:

@@ -21,23 +21,28 @@ WINDOW = 4096  # for the variant with a window
 
 @dataclass(frozen=True)
 class GPU:
-    """memory in bytes, bandwidth in bytes per second, rate in dense operations per second; source: of the two rates."""
+    """memory in bytes, bandwidth in bytes per second, rate in dense operations per second (None: unknown), compute capability as
+    one number; source: of the two rates."""
 
     name: str
     memory: float
     bandwidth: float
     rate: float | None
+    arch: int
     source: str = "published by NVIDIA for dense 16-bit products"
 
 
-GpuName = Literal["a100", "h100", "h200", "l4", "l40s", "rtx4090"]
+GpuName = Literal["a100", "a100-40gb", "b200", "h100", "h200", "l4", "l40s", "rtx4090", "t4"]
 GPUS: dict[GpuName, GPU] = {
-    "a100": GPU("A100 SXM 80 GB", 80e9, 2.039e12, 312e12),
-    "h100": GPU("H100 SXM", 80e9, 3.35e12, 989e12),
-    "h200": GPU("H200 SXM", 141e9, 4.8e12, 989e12),
-    "l4": GPU("L4", 24e9, 0.3e12, 121e12),
-    "l40s": GPU("L40S", 48e9, 0.864e12, 362e12),
-    "rtx4090": GPU("GeForce RTX 4090", 24e9, 1.008e12, 165e12),
+    "a100": GPU("A100 SXM 80 GB", 80e9, 2.039e12, 312e12, 80),
+    "a100-40gb": GPU("A100 SXM 40 GB", 40e9, 1.555e12, 312e12, 80),
+    "b200": GPU("B200 SXM", 180e9, 8e12, 2250e12, 100),
+    "h100": GPU("H100 SXM", 80e9, 3.35e12, 989e12, 90),
+    "h200": GPU("H200 SXM", 141e9, 4.8e12, 989e12, 90),
+    "l4": GPU("L4", 24e9, 0.3e12, 121e12, 89),
+    "l40s": GPU("L40S", 48e9, 0.864e12, 362e12, 89),
+    "rtx4090": GPU("GeForce RTX 4090", 24e9, 1.008e12, 165e12, 89),
+    "t4": GPU("T4", 16e9, 0.32e12, 65e12, 75),
 }
 
 
@@ -57,6 +62,7 @@ class Facts:
     weight_bytes: int  # in memory
     dense_bytes: int  # read by every step: all weights except experts, embedding tables, and towers for images or sound
     dense_weights: int  # their number
+    head_weights: int = 0  # the part of these that a prompt reads for its last token only
     expert_bytes: int = 0
     expert_weights: int = 0
     experts: tuple[int, int] = (1, 1)  # (active per token, total)
@@ -85,11 +91,24 @@ class Facts:
         chosen, count = self.experts
         return self.dense_bytes + self.expert_bytes * (1 - (1 - chosen / count) ** batch)
 
-    def flops(self, length: int) -> float:
-        """Operations for one new token: two per weight, and two per element of each visible key and value and query head."""
+    @property
+    def weight_flops(self) -> float:
+        """Operations with weights for one new token: two per weight."""
         chosen, count = self.experts
-        weights = self.dense_weights + self.expert_weights * chosen / count
-        return 2 * weights + 2 * sum(shape.num_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
+        return 2 * (self.dense_weights + self.expert_weights * chosen / count)
+
+    def attention_flops(self, length: int) -> int:
+        """Operations of attention for one new token: two per element of each visible key and value and query head."""
+        return 2 * sum(shape.num_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
+
+    def flops(self, length: int) -> float:
+        return self.weight_flops + self.attention_flops(length)
+
+    def prompt_flops(self, length: int) -> float:
+        """Operations for a prompt of one row, whose last token alone needs the head."""
+        seen = [(shape, n * (n + 1) // 2 + (length - n) * n) for shape, n in self._seen(length)]  # by all its tokens
+        attention = 2 * sum(shape.num_heads * (shape.head_dim + shape.value_dim) * n for shape, n in seen)
+        return length * self.weight_flops - 2 * (length - 1) * self.head_weights + attention
 
 
 @dataclass(frozen=True)
@@ -125,6 +144,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     weights = [_share(model, each, ranks) for each in hf.weights(model)]
     is_head = head is None or getattr(head, "weight", None) is embedding._parameters.get("weight")
+    last = embedding if is_head else head
     run = {m for m in hf.step_modules(model) if not isinstance(m, torch.nn.Embedding) or (is_head and m is embedding)}
     experts = [w for w in weights if ".experts." in f"{w.path}."]
     dense = [w for w in weights if w.module in run and ".experts." not in f"{w.path}."]
@@ -153,6 +173,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         weight_bytes=size_of(weights),
         dense_bytes=size_of(dense),
         dense_weights=sum(w.count for w in dense),
+        head_weights=sum(w.count for w in dense if w.module is last),
         expert_bytes=size_of(experts),
         expert_weights=sum(w.count for w in experts),
         quantised=tuple(Counter(w.kind for w in weights if w.kind).items()),
@@ -198,8 +219,9 @@ def find_gpu(name: GpuName | None, device: torch.device, dtype: torch.dtype) -> 
     found = GPUS[name or "h200"]
     if name is None:
         found = replace(found, source=f"{found.source}; assumed because this machine has no GPU; gpu= selects another")
-    # The rates are for 16-bit products on tensor cores. float32 products run on CUDA cores.
-    return found if dtype.itemsize == 2 else replace(found, rate=None)
+    # The rates are for 16-bit products on tensor cores. float32 products run on CUDA cores, bfloat16 ones before Ampere too.
+    on_tensor_cores = dtype == torch.float16 or (dtype == torch.bfloat16 and found.arch >= 80)
+    return found if on_tensor_cores else replace(found, rate=None)
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> GPU:
@@ -212,7 +234,8 @@ def measure(device: torch.device, dtype: torch.dtype) -> GPU:
     with torch.cuda.device(device):
         read, multiplied = _seconds(data.sum), _seconds(lambda: square @ square)
     source = f"measured on this machine: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}"
-    return GPU(properties.name, properties.total_memory, data.nbytes / read, 2 * edge**3 / multiplied, source)
+    arch = 10 * properties.major + properties.minor
+    return GPU(properties.name, properties.total_memory, data.nbytes / read, 2 * edge**3 / multiplied, arch, source)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -230,10 +253,57 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def step(facts: Facts, gpu: GPU, batch: int, length: int) -> Step:
     weights, kv = facts.read_bytes(batch), batch * facts.kv_bytes(length)
-    flops = batch * facts.flops(length)
+    return _at_least(gpu, weights, kv, batch * facts.flops(length))
+
+
+def prompt(facts: Facts, gpu: GPU, batch: int, length: int) -> Step:
+    """The first forward of `length` tokens a row: all weights are read once, and K and V are written once."""
+    return _at_least(gpu, facts.read_bytes(batch * length), batch * facts.kv_bytes(length), batch * facts.prompt_flops(length))
+
+
+def _at_least(gpu: GPU, weights: float, kv: float, flops: float) -> Step:
     memory, compute = (weights + kv) / gpu.bandwidth, flops / gpu.rate if gpu.rate else 0.0
     bound = "memory" if memory >= compute else "compute"
     return Step(weights, kv, flops, flops / (weights + kv), 1e3 * max(memory, compute), bound)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """From where on operations set the time of a decode step, and not bytes.
+
+    gpu_flops_per_byte: the operations for which the GPU needs as long as for one byte; None if its rate is unknown. The batches
+    are the least for which a part has as many: its products with weights, its attention, and both. None: no batch has.
+    """
+
+    gpu_flops_per_byte: float | None
+    attention_flops_per_byte: float
+    weights_batch: int | None
+    attention_batch: int | None
+    step_batch: int | None
+
+
+def roofline(facts: Facts, gpu: GPU, length: int) -> Roofline:
+    kv, attention = facts.kv_bytes(length), facts.attention_flops(length)
+    ratio = gpu.rate / gpu.bandwidth if gpu.rate else None
+
+    def least(weight_flops: float, weights: Callable[[int], float], attention: int, kv: int) -> int | None:
+        """By bisection: operations grow with the batch, and the bytes for each row do not."""
+        if ratio is None:
+            return None
+        low, high = 0, 1 << 30
+        while high - low > 1:
+            batch = (low + high) // 2
+            reached = batch * (weight_flops + attention) >= ratio * (weights(batch) + batch * kv)
+            low, high = (low, batch) if reached else (batch, high)
+        return high if high < 1 << 30 else None
+
+    return Roofline(
+        ratio,
+        attention / kv,
+        least(facts.weight_flops, facts.read_bytes, 0, 0),
+        least(0, lambda batch: 0, attention, kv),
+        least(facts.weight_flops, facts.read_bytes, attention, kv),
+    )
 
 
 def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:

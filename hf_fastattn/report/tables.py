@@ -22,8 +22,8 @@ def _is_figure(text: str) -> bool:
 
 def size(count: float, unit: str = "B") -> str:
     """1234567 -> "1.23 MB": decimal prefixes, three digits."""
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(count) < 999.5 or prefix == "T":
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(count) < 999.5 or prefix == "P":
             break
         count /= 1000
     return f"{count:.3g} {prefix}{unit}"
