@@ -9,7 +9,7 @@ their keys, so the results of each variant are bitwise repeatable. The flags wit
 another are reset to 0 at its end, so that it can be replayed. Launches on a device share them, so they must be on one stream.
 
 Source: Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers" (2024),
-algorithm 2. Osama et al., "Stream-K" (2023).
+algorithm 4. Osama et al., "Stream-K" (2023).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The LeanAttention paper's end-to-end experiments: a prompt, a growing output, and fa2, split_kv and lean in its decode.
 
     python -m benchmarks.paper_e2e                                         # figure 10: a prompt of 50k tokens
-    python -m benchmarks.paper_e2e --shape opt-1.3b --heads 56
+    python -m benchmarks.paper_e2e --shape opt-1.3b                        # as in the paper, 32 heads
+    python -m benchmarks.paper_e2e --shape opt-1.3b --heads 56             # its layers widened: 4.3e9 parameters
     python -m benchmarks.paper_e2e --figure 3                              # a prompt of 1k, outputs of 1/64 to 64 times as many
 
 Sanovar et al., "Lean Attention" (2024), figures 10 and 3, OPT-shaped. Only part of the output is generated: the prompt is timed,
@@ -142,6 +143,7 @@ def parse(argv: list[str] | None, prog: str) -> argparse.Namespace:
     args.outputs = args.outputs or figure.outputs
     args.contexts = args.contexts or figure.contexts
     args.file = figure.file if args.figure == "3" or args.shape == "opt-6.7b" else f"{figure.file}_{args.shape}"
+    args.file += f"_{args.heads}_heads" if args.heads else ""
     if args.contexts != sorted(set(args.contexts)) or args.contexts[0] < 2:
         parser.error(f"--contexts must increase from at least 2 tokens; got {args.contexts}.")
     need_gpu(parser, args, {args.shape} & SHAPES.keys(), {f"a context of {n} tokens": n * n for n in args.contexts})

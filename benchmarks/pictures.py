@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 from hf_fastattn.report.tables import thousands
 
 from .grid import LEAN, OURS, RIVALS, SDPA, STATIC
+from .sections_paper import FIGURE_7, held_at, shaped
 from .words import by_past
 
 GREY = "#808080"  # visible on white and on black
@@ -157,12 +158,24 @@ def averages(axis, rows: list[dict], by: str, value: Callable[[dict], float], co
 
 
 def paper(result: dict):
-    """Figures 7a to 7c and 9, lean over its peers against context, heads and batch; 4, balance; the fix-ups in one launch.
+    """Figures 7a to 7c, lean over its peers; over all shapes, lean over its peers against context, heads and batch (7 and 9);
+    4, balance; the fix-ups in one launch.
 
     Stars and dashed lines are the published figures.
     """
-    figure, axes = plt.subplots(4, 3, figsize=(13, 14))
+    figure, (curves, *axes) = plt.subplots(5, 3, figsize=(13, 17.5))
     rows, published = result["rows"], result["summary"]["published"]
+    for axis, (by, words), (name, (held, text, point)) in zip(curves, AXES, FIGURE_7.items(), strict=True):
+        its = sorted(filter(held_at(held), rows), key=lambda row: row[by])
+        at = [row[by] for row in its]
+        for peer in ("fa2", "split_kv"):
+            axis.plot(at, [row[f"lean_over_{peer}"] for row in its], marker="o", ms=4, color=COLORS[peer], label=f"over {peer}")
+        if point and its:
+            axis.plot(at[-1], point[1], "*", ms=9, color=GREY, label=f"published, {published['device']}")
+        tokens_axis(axis, at, words)
+        axis.set(title=f"figure {name}: {text}", ylabel="times as fast")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=8)
     later = published.get("later_text", {})
     for line, (name, peer) in zip(axes, (("lean_over_fa2", "fa2"), ("lean_over_split_kv", "split_kv")), strict=False):
         for axis, (by, words) in zip(line, AXES, strict=True):
@@ -197,7 +210,7 @@ def paper(result: dict):
     figure.suptitle(
         f"The LeanAttention paper's comparison on {result['conditions']['device']}: averages and ranges over the rest"
     )
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.99))
     return figure
 
 
@@ -233,8 +246,7 @@ def paper_e2e(result: dict):
     whole.set(xlabel="new tokens", ylabel="seconds, integrated")
     time.legend()
     whole.legend()
-    heads = f" with {result['heads']} heads" if "heads" in result else ""
-    figure.suptitle(f"{result['shape']}-shaped{heads} behind a long prompt, {result['conditions']['device']}")
+    figure.suptitle(f"{shaped(result)},\nbehind a long prompt, {result['conditions']['device']}")
     figure.tight_layout()
     return figure
 
@@ -254,7 +266,7 @@ def share(result: dict):
         axis.legend()
     share.set(ylabel="decode, % of the time", ylim=(0, 102))
     time.set(ylabel="seconds", yscale="log")
-    figure.suptitle(f"{result['shape']}-shaped with {result['heads']} heads, {result['conditions']['device']}")
+    figure.suptitle(f"{shaped(result)}, {result['conditions']['device']}")
     figure.tight_layout()
     return figure
 
@@ -347,6 +359,7 @@ PICTURES: dict[str, Callable] = {
     "kernels_paper.json": paper,
     "paper_e2e.json": paper_e2e,
     "paper_e2e_opt-1.3b.json": paper_e2e,
+    "paper_e2e_opt-1.3b_56_heads.json": paper_e2e,
     "paper_share.json": share,
     "stream.json": stream,
 }

@@ -417,5 +417,6 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("sweep", "kernels_sweep.json", sweep),
     ("paper_e2e", "paper_e2e.json", paper_e2e),
     ("paper_e2e_small", "paper_e2e_opt-1.3b.json", paper_e2e),
+    ("paper_e2e_widened", "paper_e2e_opt-1.3b_56_heads.json", paper_e2e),
     ("paper_share", "paper_share.json", share),
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Callable
+
 import torch
 
 from hf_fastattn.report.tables import table, thousands
@@ -11,15 +14,32 @@ from .provenance import by
 from .shapes import GPUS
 from .words import NAMES, by_method, figure, mean, method, microseconds, model
 
+# Figure 7: what is the same in its shapes, in words, and the published point at the end: (in words, `fa2` / `lean`).
+FIGURE_7 = {
+    "7a": ({"head_dim": 64, "batch": 1, "num_heads": 56}, "batch 1, 56 heads, by context", ("8.33x, its largest, at 512k", 8.33)),
+    "7b": ({"head_dim": 64, "batch": 1, "kv_len": 64 << 10}, "batch 1, 64k, by heads", None),
+    "7c": ({"head_dim": 64, "num_heads": 56, "kv_len": 64 << 10}, "56 heads, 64k, by batch", ("1.5x at large batch", 1.5)),
+}
 
-def _heads(result: dict) -> str:
-    """The model, its size if it has not the heads of the shape, and the attention kernels in lean's decode graph."""
-    heads, kernels = result.get("heads"), result.get("attention_kernels", {}).get("lean")
+
+def held_at(values: dict[str, int]) -> Callable[[dict], bool]:
+    return lambda row: all(row[name] == value for name, value in values.items())
+
+
+def shaped(result: dict) -> str:
+    """The model, and its size if it has not the heads of the shape."""
+    heads = result.get("heads")
     said = model(result) + (f" with {heads} heads" if heads else "")
     if heads and result["shape"] in SHAPES and heads != SHAPES[result["shape"]][1]["num_attention_heads"]:
         layers, name = result["config"]["num_hidden_layers"], NAMES.get(result["shape"], result["shape"])
         parameters = result["weight_bytes"] / getattr(torch, result["dtype"]).itemsize
         said = f"the {layers} layers of {name} widened to {heads} heads, {parameters / 1e9:.1f}e9 parameters, with random weights"
+    return said
+
+
+def _heads(result: dict) -> str:
+    """The model and the attention kernels in lean's decode graph."""
+    said, kernels = shaped(result), result.get("attention_kernels", {}).get("lean")
     return said + (f"; in the graph of `lean` run {', '.join(f'`{name}`' for name in kernels)}" if kernels else "")
 
 
@@ -63,6 +83,27 @@ def share(result: dict) -> str:
     )
 
 
+def _points(result: dict) -> str:
+    """The shapes of figures 7 and 9 beside the points that the paper's text names. TB/s: of the last shape."""
+    lines = []
+    for name, (held, text, point) in (FIGURE_7 | {"9": ({"head_dim": 128}, "head_dim 128, average", ("1.26x", 1.26))}).items():
+        rows = sorted(filter(held_at(held), result["rows"]), key=lambda row: (row["batch"], row["num_heads"], row["kv_len"]))
+        if not rows:
+            continue
+        by = next(axis for axis in ("kv_len", "num_heads", "batch") if axis not in held)
+        at = "" if name == "9" else f": {', '.join(thousands(row[by]) for row in rows)}"
+        line = [f"figure {name}", text + at, point[0] if point else None]
+        for ratio in ("lean_over_fa2", "lean_over_split_kv"):
+            its = [row[ratio] for row in rows]
+            line.append(f"{statistics.mean(its):.2f}x" if name == "9" else ", ".join(f"{value:.2f}" for value in its))
+        last = rows[-1]
+        rates = (last["kv_bytes"] / last["us"][kernel] / 1e6 for kernel in ("fa2", "split_kv", "lean"))
+        lines.append([*line, None if name == "9" else ", ".join(f"{rate:.2f}" for rate in rates)])
+    head = ["", "shapes", f"published, {result['summary']['published']['device']}"]
+    head += ["`fa2` / `lean`", "`split_kv` / `lean`", "TB/s of the last: `fa2`, `split_kv`, `lean`"]
+    return f"The shapes of its figures beside its points:\n\n{table(head, lines)}"
+
+
 def paper(result: dict) -> str:
     found, rows = result["summary"], []
     for name, peer in (("lean_over_fa2", "`fa2`"), ("lean_over_split_kv", "`split_kv`")):
@@ -87,12 +128,13 @@ def paper(result: dict) -> str:
         f"head_dim {span('head_dim')}, {span('num_heads')} heads, batch {span('batch')}, {span('kv_len')} tokens.\n\n"
         f"{table(head, rows)}\n\n"
         f"How evenly the schedules distribute the work over the SMs (its figure 4; 1 is perfect), on average: {balance}.{note}"
-        f"\n\n{_fixup(result)}"
+        f"\n\n{_points(result)}\n\n{_fixup(result)}"
     )
 
 
 # The published points: `fa2` / `lean` on eight A100 by batch, heads and tokens.
-FIGURE_8 = {(4, 192, 256 << 10): 1.7, (4, 192, 512 << 10): 1.7, (4, 64, 256 << 10): 4.18, (1, 128, 256 << 10): 7.8}
+FIGURE_8 = {(4, 192, n << 10): 1.28 for n in (1, 4, 16)}  # one figure for all contexts below 64k
+FIGURE_8 |= {(4, 192, 256 << 10): 1.7, (4, 192, 512 << 10): 1.7, (4, 64, 256 << 10): 4.18, (1, 128, 256 << 10): 7.8}
 
 
 def _divided(result: dict) -> str:

@@ -220,6 +220,8 @@ def _what_runs(
             refuse(name, reason)
     if any(row["what"] == chosen.name for row in refused):
         return runs, refused
+    if part := hf.generates_by_another(model):
+        refuse("patch()", f"Its generate() is that of its {part}. Patch the part: hf_fastattn.patch(model.{part}).")
     for phase, q_len in (("prefill", length), ("decode", 1)):
         served, kernel = chosen.kernel(q_len, facts.num_heads, facts.num_kv_heads)
         q = _Operand(device, facts.dtype, (batch, facts.num_heads, q_len, facts.head_dim))
