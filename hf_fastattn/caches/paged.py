@@ -17,7 +17,6 @@ from ..attention import ragged
 from ..attention import step as steps
 from ..attention.ragged import Ragged
 from ..attention.step import EAGER, Step
-from ..kernels.paged import paged
 from .buffers import Buffered, Pair, refuse_gradient
 from .contract import Storage
 from .pages import Pages
@@ -179,6 +178,8 @@ class PagedCache(StoredCache):
         written = layer.write(step.ragged, key_states, value_states)
         if self.storage.prompts is not None:
             return written
+        from ..kernels.paged import paged  # with Triton
+
         k, v = layer.buffers
         step.kv = paged(k, v, self.storage.tables[: self.storage.bucket])
         return step.kv.k, step.kv.v

@@ -33,7 +33,7 @@ from .patched import Patch
 BEAMS = 8  # the most rows that beam search is expected to have
 # Numbers of tokens: before those of a forward, in a prompt, in a graph of several tokens, and in one whose logits are all used.
 DEPTHS = (100, 300, 700, 1500, 3000, 6000, 12_000, 24_000, 60_000)
-PROMPTS = (5, 10, 16, 24, 40, 64, 100, 180, 300, 600, 1200, 2500, 5000, 10_000, 20_000)
+PROMPTS = (5, 10, 16, 24, 40, 64, 100, 128, 180, 300, 600, 1200, 2500, 5000, 10_000, 20_000)
 SEVERAL = (2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 512, 1024, 2048)
 DRAFTS = (2, 4, 8, 16)
 
