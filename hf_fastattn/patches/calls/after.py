@@ -21,15 +21,18 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
     """Capture graphs of the sizes that prompts and messages of a call wanted, the cheapest first, for SHARE of its time at most.
 
     began: when the call did, by time.perf_counter(). alone: whether no other thread is in a call of the model; the caller
-    keeps it so. The reply is the caller's, so what fails here is not raised: the size is read from Python then.
+    keeps it so. The reply is the caller's, so what fails here is not raised: the size is read from Python then. Several
+    ranks capture none: one that has ended its call must not wait for those that have not.
     """
+    if forwards.graphs.ranks.several:
+        return
     graphs, sizes, device = forwards.graphs, _sizes(forwards) if alone else (), forwards.model.device
     if sizes and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     now = time.perf_counter()
     until = math.inf if graphs.everything else now + policy.SHARE * (now - began)
     sizes = sizes if now + graphs.seconds <= until else ()
-    if not graphs.ranks.same("the captures after a reply", sizes) or not sizes:
+    if not sizes:
         return
     with torch.no_grad(), graphs.lock:
         replays = graphs.replays
@@ -89,7 +92,7 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
     if entry.graph is not None or entry.refused is not None or not graphs.knows(entry):
         return True
     passes = 1 if entry.warm else 2  # kernels cannot be loaded during a capture
-    if not graphs.ranks.every("a capture after a reply", time.perf_counter() + passes * graphs.seconds <= until):
+    if time.perf_counter() + passes * graphs.seconds > until:
         return False
     for _ in range(passes):
         mark = Mark(storage, entry.device)
