@@ -9,6 +9,7 @@ import pytest
 import torch
 from models import VOCAB, prompts, tiny
 from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
@@ -104,6 +105,83 @@ def test_a_rehearsal_holds_for_other_buffers_of_the_same_size(llama, monkeypatch
         found = ask(llama, 12, past_key_values=cache)
         assert len(rehearsals) == 4
     assert torch.equal(found, ask(llama, 12))
+
+
+@pytest.fixture
+def ran(monkeypatch) -> dict[str, int]:
+    """How often steps were rehearsed and captured."""
+    counts = {"rehearse": 0, "capture": 0}
+
+    def counted(name, own):
+        def run(self, body):
+            counts[name] += 1
+            return own(self, body)
+
+        monkeypatch.setattr(fake_graph.RecordedGraph, name, run)
+
+    for name in counts:
+        counted(name, getattr(fake_graph.RecordedGraph, name))
+    return counts
+
+
+def test_another_size_is_captured_without_a_rehearsal(llama, ran):
+    lengths = (100, 12, 40, 200, 200)
+    expected = [ask(llama, tokens, max_new_tokens=1) for tokens in lengths]
+    with hf_fastattn.patch(llama) as patch:
+        for want, tokens in zip(expected, lengths, strict=True):  # the first one gets buffers
+            assert torch.equal(ask(llama, tokens, max_new_tokens=1), want)
+    assert ran == {"rehearse": 1, "capture": 2} and patch.replays == 3 and not patch.reasons
+
+
+# What rotates the keys of a step of more than 64 tokens does.
+DOES = {
+    "reads": "bool(q.sum() > 0)",
+    "counts": "self.counted = getattr(self, 'counted', 0) + 1",
+    "draws": "torch.rand(1)",
+}
+
+
+@pytest.mark.parametrize("name", DOES)
+def test_a_size_that_cannot_be_captured_is_read_from_python(llama, ran, monkeypatch, name):
+    """Code of Transformers, which runs in some sizes alone."""
+    file = vars(modeling_llama)
+    lines = f"""
+def forward(self, q, position_ids):
+    if q.shape[1] > 64:
+        {DOES[name]}
+    return rotated(self, q, position_ids)
+"""
+    monkeypatch.setitem(file, "rotated", modeling_llama.LlamaRotaryEmbedding.forward)
+    monkeypatch.setitem(file, "forward", None)
+    exec(lines, file)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", file["forward"])
+    lengths = (30, 12, 40, 200, 150, 12)
+    expected = [ask(llama, tokens, max_new_tokens=1) for tokens in lengths]
+    with hf_fastattn.patch(llama) as patch:
+        for want, tokens in zip(expected, lengths, strict=True):
+            assert torch.equal(ask(llama, tokens, max_new_tokens=1), want)
+        assert max(sizes(patch)) == 64 and not patch.uncaptured
+
+
+def test_what_runs_in_another_size_alone_is_compared(llama, monkeypatch):
+    file = vars(modeling_llama)
+    lines = """
+def factor(): return 1
+def scaled(x): return factor() * x
+def forward(self, q, position_ids):
+    cos, sin = rotated(self, q, position_ids)
+    return (scaled(cos), sin) if q.shape[1] > 64 else (cos, sin)
+"""
+    for name in ("factor", "scaled", "forward", "rotated"):
+        monkeypatch.setitem(file, name, modeling_llama.LlamaRotaryEmbedding.forward)
+    exec(lines, file)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", file["forward"])
+    with hf_fastattn.patch(llama):
+        for tokens in (100, 12, 200, 200):
+            ask(llama, tokens)
+        exec("def factor(): return 2", file)
+        found = ask(llama, 200)
+    assert torch.equal(found, ask(llama, 200))
 
 
 @pytest.mark.parametrize("share", [0, 1e9])

@@ -158,9 +158,8 @@ def compared(monkeypatch, model, assistant, inputs, **options) -> list[int]:
 
 
 def test_rounds_of_an_assistant_do_not_compare_it_again(llama, assistant, inputs, monkeypatch):
-    """And once more after the model has read the prompt, from Python."""
     times, rounds = compared(monkeypatch, llama, assistant, inputs)
-    assert times == 2 < rounds
+    assert times == 1 < rounds
 
 
 def _own_candidates(model):
@@ -611,7 +610,7 @@ def test_prompts_of_other_rows_and_dtypes_get_buffers_first(llama):
             found = generate(llama, inputs, past_key_values=cache, max_new_tokens=1)
             assert torch.equal(found[:, -1:], expected)
             replays.append(patch.replays)
-        assert replays == [0, 0, 0, 1, 1, 1, 2]
+        assert replays == [0, 0, 0, 1, 1, 2, 3]
         llama.bfloat16()
         for _ in range(3):
             cache.reset()

@@ -91,7 +91,7 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
     entry = forwards.present.entry(cache, inputs, size)
     if entry.graph is not None or entry.refused is not None or not graphs.knows(entry):
         return True
-    passes = 1 if entry.warm else 2  # kernels cannot be loaded during a capture
+    passes = 2 if forwards.recorder.must_rehearse(entry) else 1
     if time.perf_counter() + passes * graphs.seconds > until:
         return False
     for _ in range(passes):

@@ -1,8 +1,8 @@
 """The forwards of one generate(): each replays a graph, or runs the model's Python.
 
 The forwards of a generate() go through a Forwards. It copies the small inputs of a step into fixed tensors, replays the graph,
-and returns an output of the model's own type. The first step of a new shape runs uncaptured on the same tensors, as a rehearsal.
-The second step is captured, which runs the model's Python once (record.py).
+and returns an output of the model's own type. The first step of a kind runs uncaptured on the same tensors, as a rehearsal. The
+second step is captured, which runs the model's Python once (record.py).
 
 A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a short prompt, or a
 message that follows a cached text. Steps of several tokens are padded to one of few sizes, which `policy` chooses for a prompt or

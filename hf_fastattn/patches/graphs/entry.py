@@ -35,7 +35,7 @@ KEEP = "logits_to_keep"  # the number of last tokens whose logits a forward retu
 class Rehearsal:
     """What a step that ran from Python has shown of the steps of its kind and shape, over any storage.
 
-    A kernel cannot be loaded during a capture, so that a step of each shape runs once before.
+    A step of another number of tokens is captured without one, with the same checks, see `Recorder.must_rehearse`.
     code: the version of the code that it ran, see `Path`. others: the names of further tensors of the output, which every replay
     writes (Moshi).
     """

@@ -77,6 +77,7 @@ class DecodeGraphs:
         self.lock = threading.RLock()
         self.clock = itertools.count(1)
         self.seconds = 0.0  # that the last step from Python took which was rehearsed or captured
+        self.captures_at_once = True  # whether a step is captured without a rehearsal if one of its kind was rehearsed
         self.late = True  # whether graphs are captured after replies
         self.everything = False  # whether graphs of all sizes are, however long that takes
         self.captures = self.replays = self.uncaptured = 0

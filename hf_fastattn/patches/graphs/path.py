@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib.util
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ _REPLACED = frozenset({"__init__", "__setstate__"})  # of modules by the first t
 _NOTES = frozenset({"__annotations__", "__slotnames__", "__doc__"})  # on classes, which no step reads
 # Run functions that Triton has generated, or are the modules of generated functions.
 _GENERATED = ("triton.runtime.jit", "hf_fastattn.kernels.ahead.describe", "namedtuple_")
+_TOOLS = 4, 3, 5, 2, 1, 0  # of sys.monitoring: debuggers, coverage and profilers have the others
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _of_class = attrgetter("__mro__")
 
@@ -41,37 +43,24 @@ class Path:
         self._missing: list[tuple[dict[str, Any], set[str]]] = []  # names that it has not, but may be given
         self._classes: list[type] = []
         self._members: list[frozenset[str]] = []  # the names of all that each class has
-        self._functions: list[types.FunctionType] = []
+        self._functions: dict[types.FunctionType, None] = {}
         self._cells: list[types.CellType] = []
         self._found: list[object] = []
 
     @contextmanager
     def recorded(self, model: torch.nn.Module) -> Iterator[list[str]]:
         """The time of a rehearsal in this thread. Yields a list of the functions of no trusted package that ran."""
-        before, hidden, own = sys.getprofile(), [], list[str]()
-        if before is not None and not (callable(before) or hasattr(before, "enable")):
-            raise RuntimeError("a profiler that is written in C would lose its events")
+        hidden, own = [], list[str]()
         for module in model.modules():  # a step that reads one of them fails, and is not captured
             hidden += [(vars(module), name, vars(module).pop(name)) for name in OF_A_PROMPT & vars(module).keys()]
-        known: set[types.CodeType] = set()
-
-        def profile(frame: types.FrameType, event: str, _: object) -> None:
-            code = frame.f_code
-            if event == "call" and code not in known:
-                known.add(code)
-                self._ran(code, frame, own)
-
         collects = gc.isenabled()
         gc.disable()  # callbacks and finalizers that it runs are not code of the step
-        sys.setprofile(profile)
         try:
-            yield own
+            with _calls(lambda code, frame: self._ran(code, frame, own)):
+                yield own
         finally:
-            sys.setprofile(None)
             if collects:
                 gc.enable()
-            if before is not None:  # before Python 3.12 that of cProfile, which is not called but enabled
-                getattr(before, "enable", functools.partial(sys.setprofile, before))()
             for values, name, value in hidden:
                 values[name] = value
             self._collect(model)
@@ -92,7 +81,7 @@ class Path:
     def _collect(self, model: torch.nn.Module) -> None:
         """Find the places where the code looks its names up."""
         places: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self._getters, self._missing, self._functions, self._cells = [], [], [], []
+        self._getters, self._missing, self._functions, self._cells = [], [], {}, []
         for file, names, attributes in self._files.values():
             self._look_up(places, file, names, attributes, {id(file)})
             self._look_up(places, vars(builtins), names, attributes, set())
@@ -137,7 +126,7 @@ class Path:
         value = getattr(value, "__func__", value)
         if not isinstance(value, types.FunctionType) or value.__code__ not in self._codes or value in self._functions:
             return
-        self._functions.append(value)
+        self._functions[value] = None
         for cell in value.__closure__ or ():
             self._cells.append(cell)
             self._follow(content_of(cell))
@@ -156,7 +145,7 @@ class Path:
             self._files.clear()
             self._imports.clear()
             self._getters, self._missing, self._classes, self._members = [], [], [], []
-            self._functions, self._cells, self._found = [], [], []
+            self._functions, self._cells, self._found = {}, [], []
         return self.version
 
     def _has_more(self) -> bool:
@@ -174,6 +163,59 @@ class Path:
         found += map(_of_class, self._classes)
         found += map(content_of, self._cells)
         return found
+
+
+@contextmanager
+def _calls(note: Callable[[types.CodeType, types.FrameType], None]) -> Iterator[None]:
+    """Call `note` with the code and the frame of each function that runs in this thread, the first time that it does."""
+    me, monitoring = threading.get_ident(), getattr(sys, "monitoring", None)  # from Python 3.12 on
+    tool = next((each for each in _TOOLS if monitoring.get_tool(each) is None), None) if monitoring else None
+    if monitoring is None or tool is None:
+        with _profiled(note):
+            yield
+        return
+
+    def starts(code: types.CodeType, _: int) -> object:
+        if threading.get_ident() != me:
+            return None
+        note(code, sys._getframe(1))
+        return monitoring.DISABLE  # of this code
+
+    events = monitoring.events.PY_START, monitoring.events.PY_RESUME
+    monitoring.use_tool_id(tool, __name__)
+    try:
+        for event in events:
+            monitoring.register_callback(tool, event, starts)
+        monitoring.set_events(tool, sum(events))
+        monitoring.restart_events()
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        for event in events:
+            monitoring.register_callback(tool, event, None)
+        monitoring.free_tool_id(tool)
+
+
+@contextmanager
+def _profiled(note: Callable[[types.CodeType, types.FrameType], None]) -> Iterator[None]:
+    """See `_calls`. This takes four times as long, as it is told of all calls."""
+    before, known = sys.getprofile(), set[types.CodeType]()
+    if before is not None and not (callable(before) or hasattr(before, "enable")):
+        raise RuntimeError("a profiler that is written in C would lose its events")
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code not in known:
+            known.add(code)
+            note(code, frame)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        if before is not None:  # before Python 3.12 that of cProfile, which is not called but enabled
+            getattr(before, "enable", functools.partial(sys.setprofile, before))()
 
 
 def content_of(cell: types.CellType) -> object:

@@ -1,4 +1,7 @@
-"""Records the graph of an entry: the first step is a rehearsal, the second is captured."""
+"""Records the graph of an entry: the first step is a rehearsal, the second is captured.
+
+If a step of another number of tokens was rehearsed, the first one is captured, with the checks of a rehearsal.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ from .entry import Entry, Inputs, Rehearsal
 from .policy import several
 from .state import Uncapturable, read
 from .undo import Mark, Written, undo
+
+_DRAWS = "a step of several tokens draws random numbers, and some of its tokens may be padding"
 
 
 class Recorder:
@@ -49,15 +54,31 @@ class Recorder:
 
     def _first(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:
         """A step that is rehearsed or captured."""
-        graphs = self.graphs
+        graphs, mark = self.graphs, None
         body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
         if entry.rehearsal is None:
             self._check_positions(entry, storage)
-            return entry.kept(self._rehearse(entry, body), inputs)
-        expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
+            if self.must_rehearse(entry):
+                return entry.kept(self._examined(entry, body).logits, inputs)
+            mark = Mark(storage, entry.device)
         new = graph.new_graph(entry.device, graphs.shared)
         held = references(storage)
-        outputs = graphs.ranks.attempt(new.capture, body, communicates=False)
+        if mark is not None:
+            try:
+                outputs = self._examined(entry, body, new)
+            except Uncapturable as error:
+                if "no memory" in str(error):
+                    raise
+                # It may hold for this number of tokens alone, or the driver loads no kernel during a capture.
+                graphs.captures_at_once = False
+                undo(storage, mark)
+                storage.sync(entry.device, *several(inputs["input_ids"]))
+                return entry.kept(self._examined(entry, body).logits, inputs)
+            expected = None
+        else:
+            expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
+            outputs = graphs.ranks.attempt(new.capture, body, communicates=False)
+        assert entry.rehearsal is not None
         entry.logits, entry.others = outputs.logits, {name: outputs[name] for name in entry.rehearsal.others}
         del outputs  # with its cache, which refers to the storage
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
@@ -67,10 +88,20 @@ class Recorder:
         reason = "its graph does not compute what the step computes, as a kernel is launched on another stream" if wrong else None
         if expected is not None and (reason := graphs.ranks.refusal(reason)) is not None:
             raise Uncapturable(reason)
+        if mark is not None and entry.tokens > 1 and not torch.equal(mark.generator.get_state(), mark.random):
+            raise Uncapturable(_DRAWS)
         entry.graph = new
         graphs.captures += 1
         graphs.replays += 1
         return logits
+
+    def must_rehearse(self, entry: Entry) -> bool:
+        """Whether the step runs from Python before it is captured: the first of its kind, or one whose capture is verified."""
+        graphs = self.graphs
+        if entry.rehearsal is not None:
+            return False
+        alone = not graphs.captures_at_once or graphs.ranks.several or verify.needed(self.model)
+        return alone or not graphs.knows(entry)
 
     def _from_python(self, entry: Entry, body: Callable[[], Any], storage: Storage, inputs: Inputs) -> torch.Tensor:
         """The logits of a step, run from Python and then undone."""
@@ -98,8 +129,9 @@ class Recorder:
             return
         raise Uncapturable(f"the model is called without position_ids, and {reason}")
 
-    def _rehearse(self, entry: Entry, body: Callable[[], Any]) -> torch.Tensor:
-        """Run the first step of a graph and check that it can be captured. Returns its logits."""
+    def _examined(self, entry: Entry, body: Callable[[], Any], new: Graph | None = None) -> Any:
+        """The output of the first step of an entry, after a check that a graph repeats it. new: the graph that captures it;
+        None for a rehearsal."""
         ranks = self.graphs.ranks
         if entry.tokens > 1 and hf.scales_by_tensor(self.model):
             raise Uncapturable("a layer quantises the inputs of all tokens by one scale, and those of a graph may be padding")
@@ -118,8 +150,8 @@ class Recorder:
         before = read(self.model, of_user=True)
         written, generator = Written(before.tensors), hf.generator_of(entry.device)
         drawn = generator.get_state()
-        new = graph.new_graph(entry.device, self.graphs.shared)
-        outputs = ranks.attempt(partial(_rehearsed, new, entry.device), traced, communicates=True)
+        run = graph.new_graph(entry.device, self.graphs.shared).rehearse if new is None else new.capture
+        outputs = ranks.attempt(partial(_on_device, run, entry.device), traced, communicates=new is None)
         if not isinstance(outputs, Mapping):
             raise Uncapturable(f"its output is a {type(outputs).__name__}, and a graph returns one with names")
         logits: torch.Tensor | None = outputs.get("logits")
@@ -144,22 +176,24 @@ class Recorder:
             reason = str(error)
         may_undo = not (values or reason) and written.can_undo()
         if entry.tokens > 1 and not torch.equal(generator.get_state(), drawn):  # as many for the padding as for other tokens
-            reason = reason or "a step of several tokens draws random numbers, and some of its tokens may be padding"
+            reason = reason or _DRAWS
         if changed := [*([] if values is None else [values]), *tensors_written]:
             reason = reason or f"a step changes values that the next step reads ({', '.join(changed[:3])})"
         entry.refused = ranks.refusal(reason)
         if entry.refused is not None and ranks.every("a step that is undone", may_undo):
             written.undo()  # its tokens may have been padded
             raise Uncapturable(entry.refused)
+        if new is not None and (refused := entry.refused or entry.own) is not None:  # the device has not run the step
+            raise Uncapturable(refused)
         self.graphs.note(entry)
-        return logits
+        return outputs
 
 
-def _rehearsed(new: Graph, device: torch.device, body: Callable[[], T]) -> T:
-    """The result of a rehearsal. Raises RuntimeError if the step draws random numbers on the host, which a replay does not."""
+def _on_device(run: Callable[[Callable[[], T]], T], device: torch.device, body: Callable[[], T]) -> T:
+    """run(body). Raises RuntimeError if the step draws random numbers on the host, which a replay does not."""
     generators = _generators_of_host(device)
     before = [get() for get, _ in generators]
-    result = new.rehearse(body)
+    result = run(body)
     if pickle.dumps([get() for get, _ in generators]) != pickle.dumps(before):
         for (_, put), state in zip(generators, before, strict=True):  # the step runs again
             put(state)
