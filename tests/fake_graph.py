@@ -135,6 +135,7 @@ def use(monkeypatch, prompts: bool = True) -> None:
     monkeypatch.setattr(graph, "new_graph", RecordedGraph)
     monkeypatch.setattr(graph, "why_no_graph", lambda device: None)
     monkeypatch.setattr(policy, "SHARE", 0.0)  # captures after a reply depend on its time
+    monkeypatch.setattr(policy, "FIRST", 0.0)
 
 
 def only_steps(monkeypatch) -> None:

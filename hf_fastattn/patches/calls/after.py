@@ -12,25 +12,26 @@ from ... import hf
 from ...caches.contract import Storage
 from ..graphs import policy
 from ..graphs.entry import KEEP, PADDED, Inputs, unpaddable
-from ..graphs.policy import NEVER, SIZES, most_tokens
+from ..graphs.policy import NEVER, SIZES, most_tokens, nearest
 from ..graphs.undo import Mark, undo
 from .forwards import Forwards
 
 
 def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
-    """Capture graphs of the sizes that prompts and messages of a call wanted, the cheapest first, for SHARE of its time at most.
+    """Capture graphs of the sizes that prompts and messages of a call wanted, the cheapest first. All calls together spend FIRST
+    seconds and SHARE of their time on it.
 
     began: when the call did, by time.perf_counter(). alone: whether no other thread is in a call of the model; the caller
     keeps it so. The reply is the caller's, so what fails here is not raised: the size is read from Python then. Several
     ranks capture none: one that has ended its call must not wait for those that have not.
     """
-    if forwards.graphs.ranks.several:
-        return
-    graphs, sizes, device = forwards.graphs, _sizes(forwards) if alone else (), forwards.model.device
+    graphs, device = forwards.graphs, forwards.model.device
+    graphs.budget += policy.SHARE * (time.perf_counter() - began)
+    sizes = _sizes(forwards) if alone and forwards.captures_later() else ()
     if sizes and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     now = time.perf_counter()
-    until = math.inf if graphs.everything else now + policy.SHARE * (now - began)
+    until = math.inf if graphs.everything else now + graphs.budget
     sizes = sizes if now + graphs.seconds <= until else ()
     if not sizes:
         return
@@ -49,25 +50,24 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
                 warnings.warn(f"{name}.generate() captures no more graphs after its replies: {error}.", stacklevel=2)
         finally:
             graphs.replays = replays
+            graphs.budget = max(0.0, graphs.budget - (time.perf_counter() - now))
 
 
 def _sizes(forwards: Forwards) -> tuple[int, ...]:
     """The sizes to capture; none if a step cannot be run and undone as if it had never been."""
     graphs, storage, given = forwards.graphs, forwards.storage, forwards.prompted
-    if not (given and storage is not None and storage.takes_prompts and forwards.stock and graphs.late and not graphs.closed):
+    if not given or storage is None:
         return ()
     rows, seen = len(given["input_ids"]), storage.seen
-    if storage.rows != rows or not seen or forwards.refused is not None or graphs.runs_own or unpaddable(given) is not None:
+    if storage.rows != rows or not seen or forwards.refused is not None or unpaddable(given) is not None:
         return ()
-    if storage.states() or storage.looks_ahead or storage.resized or storage.cut_short or not _has_room(forwards, storage):
+    if storage.resized or storage.cut_short or not _has_room(forwards, storage):
         return ()
     masked = storage is not forwards.unmasked and given.get("attention_mask") is not None
     there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
-    most = min(most_tokens(storage, rows, forwards.most), storage.capacity)
-    kinds, asked = {known.tokens > 1 for known in graphs.rehearsed.values()}, graphs.asked[storage]
-    chosen = {
-        size for size in (SIZES if graphs.everything else forwards.wanted) if (size > 1) in kinds and asked.get(size, 0) >= 0
-    }
+    most = min(most_tokens(storage, rows, forwards.most), nearest(min(storage.capacity, SIZES[-1])))
+    asked = graphs.asked[storage]
+    chosen = {size for size in (SIZES if graphs.everything else forwards.wanted) if asked.get(size, 0) >= 0}
     return tuple(policy.wanted(forwards.cost, rows, seen, chosen, there, most))
 
 
@@ -77,7 +77,7 @@ def _has_room(forwards: Forwards, storage: Storage) -> bool:
 
 
 def _capture(forwards: Forwards, size: int, until: float) -> bool:
-    """Capture the graph of one size, if steps of its kind are known. Returns whether there was time."""
+    """Capture the graph of one size. Returns whether there was time."""
     graphs, storage, given = forwards.graphs, forwards.storage, forwards.prompted
     assert storage is not None  # see `_sizes`
     ids = given["input_ids"]
@@ -89,7 +89,7 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
     storage.sync(ids.device)
     forwards.set_mask(cache, inputs, size)
     entry = forwards.present.entry(cache, inputs, size)
-    if entry.graph is not None or entry.refused is not None or not graphs.knows(entry):
+    if entry.graph is not None or entry.refused is not None:
         return True
     passes = 2 if forwards.recorder.must_rehearse(entry) else 1
     if time.perf_counter() + passes * graphs.seconds > until:

@@ -153,6 +153,7 @@ class Forwards:
             most, before = most_tokens(storage, rows, self.most), asked.get(nearest(tokens), 0)
             asked[nearest(tokens)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
+            options["later"] = storage is self.storage and graphs.budget > graphs.seconds and self.captures_later()
             size, wanted = choose(self.cost, rows, tokens, tokens_in(cache), **options)
             if before >= 0 and storage is self.storage:
                 self.wanted |= wanted
@@ -161,6 +162,14 @@ class Forwards:
         if storage.rows != rows:  # there are no buffers yet
             size = None
         return size if graphs.ranks.same("the size of a prompt", size) else None
+
+    def captures_later(self) -> bool:
+        """Whether graphs may be captured after the reply: a step can be undone, and only trusted code runs in it."""
+        graphs, storage = self.graphs, self.storage
+        if storage is None or not storage.takes_prompts or storage.states() or storage.looks_ahead:
+            return False
+        alone = not graphs.ranks.several and bool(graphs.rehearsed) and not graphs.runs_own
+        return self.stock and alone and graphs.late and not graphs.closed
 
     def _why_not(self, cache: object, ids: torch.Tensor | None, mask: object) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""

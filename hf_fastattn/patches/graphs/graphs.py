@@ -18,6 +18,7 @@ import torch
 from ... import hf, registry
 from ...caches.contract import Storage
 from ...caches.stored import StoredCache
+from . import policy
 from .cuda_graph import CudaGraph, Graph
 from .entry import Entry, Inputs, Kind, Rehearsal
 from .one_rank import OneRank
@@ -79,6 +80,7 @@ class DecodeGraphs:
         self.seconds = 0.0  # that the last step from Python took which was rehearsed or captured
         self.captures_at_once = True  # whether a step is captured without a rehearsal if one of its kind was rehearsed
         self.late = True  # whether graphs are captured after replies
+        self.budget = policy.FIRST  # seconds for that
         self.everything = False  # whether graphs of all sizes are, however long that takes
         self.captures = self.replays = self.uncaptured = 0
         self.skipped = 0

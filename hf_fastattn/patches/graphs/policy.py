@@ -22,7 +22,8 @@ NEAREST: tuple[int, ...] = (1, 2, 4, 8, 16, 32, *range(64, 513, 64), *range(640,
 MOST = 512  # tokens of all rows in a graph of more than FEW of each; more if their kernels take less time than launches
 OFTEN = 3  # prompts of one size of NEAREST, after which it gets a graph of its own if that saves time
 USUAL = 1, 128  # sizes that are wanted after each reply: of a step, and of most messages
-SHARE = 0.1  # of the time of a call, for captures after its reply
+SHARE = 0.1  # of the time of the calls, for captures after their replies
+FIRST = 0.5  # seconds for the first of these captures
 NEVER = -1 << 62  # how often a prompt of a size that cannot be captured was read
 LAUNCHES = 0.7e-3, 1.8e-3  # seconds of a layer's launches from Python, on an H200's host: of one rank, of several
 FLOPS = 6e14, 1.5e14  # that products reach in 16 bits: on Hopper and later, before; in 32 bits a tenth
@@ -140,12 +141,14 @@ class Choice(NamedTuple):
 
 
 def choose(
-    cost: Cost, rows: int, tokens: int, past: int, *, graphs: Collection[int], asked: int, most: int, own: bool = False
-) -> Choice:
+    cost: Cost, rows: int, tokens: int, past: int, *, graphs: Collection[int], asked: int, most: int, own: bool = False,
+    later: bool = False,
+) -> Choice:  # fmt: skip
     """How a prompt of so many tokens of each row is read, behind `past` others.
 
     graphs: sizes of the graphs there are for it. asked: how many prompts of its nearest size came before. most: see
     `most_tokens`. own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
+    later: whether there is time to capture a graph after the reply; if not, this prompt waits for it.
     A graph is used if it costs no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the
     smallest one, which would have to be captured first.
     """
@@ -165,8 +168,11 @@ def choose(
     goal = near if often else goal
     enough = 1.05 * of(goal) if often else max(1.3 * of(goal), of(goal) + 3e-3)
     there = {near}.intersection(graphs) if own else graphs
-    ready = [size for size in there if size >= tokens and _is_close(of(size), python) and of(size) <= enough]
-    return Choice(min(ready, default=goal), frozenset() if own else frozenset({goal, *USUAL}))
+    usable = [size for size in there if size >= tokens and _is_close(of(size), python)]
+    ready = [size for size in usable if of(size) <= enough]
+    later = later and not own and (bool(usable) or asked < OFTEN)
+    size = min(ready or usable, default=None) if ready or later else goal
+    return Choice(size, frozenset() if own else frozenset({goal, *USUAL}))
 
 
 def wanted(cost: Cost, rows: int, past: int, sizes: Collection[int], graphs: Collection[int], most: int) -> list[int]:
