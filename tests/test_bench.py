@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    batch,
     commits,
     context,
     evaluation,
@@ -512,6 +513,13 @@ def test_ragged_prompts(tmp_path, monkeypatch):
     assert prompts.main(options) == 0
     (row,) = json.loads((tmp_path / "prompts.json").read_text())["rows"]
     assert row["skipped_tokens"] > 0 and row["errors"]["patched"] < 1e-4 and "| tiny" in report.report(tmp_path, ["prompts"])
+
+
+@pytest.mark.slow
+def test_jobs(tmp_path):
+    options = ["--shape", "tiny", "--only", "tiny", "--rivals", "batch,generate,stock", "--repeats", "1", "--reserve", "0"]
+    (row,) = rows_of(batch.main, tmp_path, "batch", *options)
+    assert row["shortfall"]["batch"] < 1e-4 and all(row[name]["tokens_per_s"] > 0 for name in ("batch", "generate", "stock"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,200 @@
+"""Jobs of prompts: tokens a second and memory of generate_batch() under patch(), of generate(), and of both in stock Transformers.
+
+    python -m benchmarks.batch                         # the shape of Llama 3.1 8B
+    python -m benchmarks.batch --only job,samples
+
+"batch" is generate_batch() and "generate" generate() of the patched model; "stock" is generate() and "continuous" generate_batch()
+of the model before, with sdpa. generate() reads all prompts of a case as one padded batch and generates as many tokens for each row
+as for the longest one; its rate counts the tokens that were asked for. The first call of each is not timed, but that of the stock
+methods, which compile nothing. They get every `part`-th request of a case with one. The case fails if a greedy text of
+generate_batch() has a token whose logit is further below the largest one, by eager attention for the text alone, than twice what
+stock generate() has in the same rows, plus 4 eps of the largest logit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from hf_fastattn.patches import patch
+
+from . import families
+from .models import SHAPES, Subject, dtype_for, load
+from .prompts import geometric
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .runs import free, make_prompt, synchronize, twin
+
+METHOD = "whole calls, from lists of ids to lists of tokens; medians of the timed calls"
+RIVALS = ("batch", "generate", "stock", "continuous")
+CHECKED = 4  # texts whose tokens are judged
+JUDGED = 512  # tokens of the longest of them
+
+
+def log_normal(count: int, mean: float, sigma: float, most: int) -> list[int]:
+    """Lengths whose logarithms are normal, in a fixed random order."""
+    drawn = torch.randn(count, generator=torch.Generator().manual_seed(48), dtype=torch.float64) * sigma
+    return [int(min(most, max(1, round(mean * float(each.exp()) / 2.718281828 ** (sigma**2 / 2))))) for each in drawn]
+
+
+# name: lengths of the prompts, samples of each, new tokens of each, every how many-th request stock methods get
+CASES: dict[str, tuple[list[int], int, list[int], int]] = {
+    "job": (geometric(64, 20, 4096), 1, [128] * 64, 1),
+    "requests": ([512] * 256, 1, log_normal(256, 256, 0.8, 1024), 4),
+    "samples": ([4096] * 8, 16, [512] * 8, 8),
+    "long": ([256] * 32, 1, [2048] * 32, 8),
+    "tiny": ([3, 9, 30, 17], 1, [6, 3, 6, 4], 2),
+}
+
+
+def generated(model, rival: str, prompts: list[list[int]], copies: int, new: list[int], device: torch.device) -> list[list[int]]:
+    """The new tokens of each text of a call."""
+    sampling = {"do_sample": True, "num_return_sequences": copies} if copies > 1 else {"do_sample": False}
+    if rival == "batch":
+        results = model.generate_batch(prompts, max_new_tokens=new, progress_bar=False, **sampling)
+        return [result.generated_tokens for result in results.values()]
+    if rival == "continuous":
+        from transformers import ContinuousBatchingConfig
+
+        config = type(model.generation_config)(
+            max_new_tokens=max(new), **{**sampling, "num_return_sequences": 1}, eos_token_id=-1
+        )
+        texts = [ids for ids in prompts for _ in range(copies)]
+        results = model.generate_batch(
+            texts, generation_config=config, continuous_batching_config=ContinuousBatchingConfig(), progress_bar=False
+        )
+        limits = [limit for limit in new for _ in range(copies)]
+        return [result.generated_tokens[:limit] for result, limit in zip(results.values(), limits, strict=True)]
+    width = max(map(len, prompts))
+    ids, mask = torch.zeros(2, len(prompts), width, dtype=torch.int64)
+    for row, text in enumerate(prompts):
+        ids[row, width - len(text) :] = torch.tensor(text)
+        mask[row, width - len(text) :] = 1
+    found = model.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=max(new), **sampling)[
+        :, width:
+    ].tolist()
+    return [text[: new[row // copies]] for row, text in enumerate(found)]
+
+
+def timed(model, rival: str, case: tuple, repeats: int, device: torch.device) -> dict:
+    """The seconds, the rate and the memory of the calls of one rival."""
+    prompts, copies, new = case
+    seconds: list[float] = []
+    texts: list[list[int]] = []
+    for i in range(repeats):
+        free(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        synchronize(device)
+        began = time.perf_counter()
+        texts = generated(model, rival, prompts, copies, new, device)
+        synchronize(device)
+        if i > 0 or repeats == 1:
+            seconds.append(time.perf_counter() - began)
+    wall = statistics.median(seconds)
+    asked = sum(new) * copies
+    if sum(map(len, texts)) != asked:
+        raise RuntimeError(f"{rival} has generated {sum(map(len, texts))} of {asked} tokens")
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    return {"wall_s": wall, "all_wall_s": seconds, "tokens_per_s": asked / wall, "peak_bytes": peak, "texts": texts}
+
+
+@torch.no_grad()
+def shortfall(
+    judge, prompts: list[list[int]], texts: list[list[int]], rows: list[int], device: torch.device
+) -> tuple[float, float]:
+    """The most by which the logit of a token is below the largest one, and the largest logit."""
+    short = largest = 0.0
+    for row in rows:
+        text = texts[row][:JUDGED]
+        ids = torch.tensor([prompts[row] + text], device=device)
+        logits = judge(ids, use_cache=False, logits_to_keep=len(text) + 1).logits[0, :-1].float()
+        chosen = logits.gather(1, torch.tensor(text, device=device)[:, None])[:, 0]
+        short = max(short, float((logits.amax(1) - chosen).max()))
+        largest = max(largest, float(logits.abs().max()))
+    return short, largest
+
+
+def measure(subject: Subject, name: str, rivals: list[str], repeats: int, device: torch.device) -> dict:
+    """The row of one case."""
+    lengths, copies, new, part = CASES[name]
+    model = subject.model
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    made = make_prompt(lengths, subject.text_config.vocab_size, device)
+    prompts = [ids[-length:].tolist() for ids, length in zip(made.ids, lengths, strict=True)]
+    some = prompts[::part], copies, new[::part]
+    row: dict = {"case": name, "lengths": lengths, "copies": copies, "new": new, "part": part}
+    model.set_attn_implementation("sdpa")
+    for rival in ("stock", "continuous"):
+        if rival in rivals:
+            try:
+                row[rival] = timed(model, rival, some, 1, device)
+            except Exception as error:  # a peer that does not run here is a row of the table, too
+                row[rival] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    judge = twin(model, "eager")
+    free(device)
+    with patch(model, "lean") as under:
+        for rival in ("batch", "generate"):
+            if rival in rivals:
+                row[rival] = timed(model, rival, (prompts, copies, new), 1 + repeats, device)
+        row |= {"captures": under.captures, "reasons": [*under.reasons]}
+    free(device)
+    if copies == 1 and "batch" in row and "texts" in row.get("stock", {}):
+        rows = sorted(range(len(some[0])), key=lambda i: len(some[0][i]))[: len(some[0]) : max(1, len(some[0]) // CHECKED)]
+        rows = [i for i in rows if len(some[0][i]) <= 2048]
+        theirs, _ = shortfall(judge, some[0], row["stock"]["texts"], rows, device)
+        ours, largest = shortfall(judge, some[0], row["batch"]["texts"][::part], rows, device)
+        allowed = 2 * theirs + 4 * torch.finfo(judge.dtype).eps * largest
+        row |= {"shortfall": {"batch": ours, "stock": theirs}, "allowed": allowed, "passed": ours <= allowed}
+    for rival in rivals:
+        row.get(rival, {}).pop("texts", None)
+    return row
+
+
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.batch") -> int:
+    """Measure the chosen cases. Returns 0, or 1 if there was no time for one or its tokens are wrong."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
+    cases = [name for name in CASES if name != "tiny"]
+    parser.add_argument("--only", type=listed, default=cases, help=f"of {', '.join(CASES)}; default all but tiny")
+    parser.add_argument("--rivals", type=listed, default=[*RIVALS], help=f"of {', '.join(RIVALS)}; default all")
+    parser.add_argument("--repeats", type=int, default=2, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--reserve", type=float, default=120, help="seconds that a case may need (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
+    add_options(parser, seconds=500)
+    args = parser.parse_args(argv)
+    check_names(parser, args.only, CASES, "cases")
+    check_names(parser, args.rivals, RIVALS, "rivals")
+    need_gpu(parser, args, [args.shape])
+    device = find_device(args.device)
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "tokens/s"}
+    results = families.begin(parser, args, "batch", command(prog, argv), device, head)
+    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
+    subject = load(args.shape, dtype_for(device), device)
+    for name in progress(args.only, "batch", "case"):
+        if results.left() < args.reserve:
+            results.data["not_run"].append(name)
+            continue
+        add(results, measure(subject, name, args.rivals, args.repeats, device))
+        free(device)
+    return families.end(results)
+
+
+def add(results: Results, row: dict) -> None:
+    """Add a row, or a failure if its tokens are wrong."""
+    said = [f"{name} {row[name].get('error') or round(row[name]['tokens_per_s'])}" for name in RIVALS if name in row]
+    said = [f"{row['case']}: tokens/s {', '.join(said)}", *row["reasons"]]
+    if row.get("passed", True):
+        results.data["rows"].append(row | {"run": results.run})
+    else:
+        said.append(f"short of the largest logit by {row['shortfall']}, allowed {row['allowed']:.3g}")
+        results.data["failed"].append({"row": row["case"], "error": "; ".join(said)})
+    results.say("; ".join(said))
+    results.save()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
