@@ -4,11 +4,11 @@
     python -m benchmarks.batch --only job,samples
 
 "batch" is generate_batch() and "generate" generate() of the patched model; "stock" is generate() and "continuous" is
-generate_batch() of the model before, with sdpa. generate() reads all prompts of a case as one padded batch and generates as many
-tokens for each row as for the longest one; its rate counts the tokens that were asked for. The first call of each is not timed, but that of the stock
-methods, which compile nothing. They get every `part`-th request of a case with one. The case fails if a greedy text of
-generate_batch() has a token whose logit is further below the largest one, by eager attention for the text alone, than twice what
-stock generate() has in the same rows, plus 4 eps of the largest logit.
+generate_batch() of the model before, with sdpa. generate() reads all prompts of a case as one padded batch and generates as
+many tokens for each row as for the longest one; its rate counts the tokens that were asked for. The first call of each is not
+timed, but that of the stock methods, which compile nothing. They get every `part`-th request of a case with one. The case fails
+if a greedy text of generate_batch() has a token whose logit is further below the largest one, by eager attention for the text
+alone, than twice what stock generate() has in the same rows, plus 4 eps of the largest logit.
 """
 
 from __future__ import annotations
