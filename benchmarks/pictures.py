@@ -73,36 +73,42 @@ def tokens_axis(axis, ticks: list[int], name: str, words: Callable[[int], str] =
 
 
 def generate(result: dict):
-    """ms per token of each batch and peak memory against the prompt, a line for each rival, and the bandwidth limit."""
+    """ms per token of each batch against the prompt, a line for each rival, and the bandwidth limit; of padded prompts, bars."""
     rows = [row for row in result["rows"] if "lengths" in row and not row["padded"]]
     batches = sorted({row["rows"] for row in rows})
     batches = [b for b in batches if sum(row["rows"] == b for row in rows) > 1] or batches  # a line needs two points
-    figure, axes = plt.subplots(1, len(batches) + 1, figsize=(4 * len(batches) + 4, 4.4))
-    lengths = sorted({row["lengths"][0] for row in rows})
-    for batch, axis, dashes in zip(batches, axes, ("-", "--", ":", "-.") * len(batches), strict=False):
+    padded = [row for row in result["rows"] if row.get("padded") and row["rivals"]][:1]
+    panels = len(batches) + len(padded)
+    figure, axes = plt.subplots(1, panels, figsize=(4 * panels, 4.4), squeeze=False)
+    for batch, axis in zip(batches, axes[0], strict=False):
         of_batch = sorted((row for row in rows if row["rows"] == batch), key=lambda row: row["lengths"][0])
         for name in RIVALS:
-            for target, what, label in ((axis, "ms", LABELS.get(name, name)), (axes[-1], "peak_gib", None)):
-                found = [(row["lengths"][0], (row["rivals"].get(name) or {}).get(what)) for row in of_batch]
-                found = [point for point in found if point[1] is not None]
-                if found:
-                    style = dashes if target is axes[-1] else "-"
-                    target.plot(*zip(*found, strict=True), style, marker="o", ms=4, color=COLORS[name], label=label)
+            found = [(row["lengths"][0], ms) for row in of_batch if (ms := (row["rivals"].get(name) or {}).get("ms"))]
+            if found:
+                axis.plot(*zip(*found, strict=True), marker="o", ms=4, color=COLORS[name], label=LABELS.get(name, name))
         floor = [(row["lengths"][0], row["floor_ms"]) for row in of_batch if "floor_ms" in row]
         if floor:
             axis.plot(*zip(*floor, strict=True), lw=1, color=GREY, label="weights and K/V read once")
         axis.set(title=f"batch {batch}", ylabel="ms a token")
         axis.set_ylim(bottom=0)
-    axes[-1].set(title=", ".join(f"batch {b} {d}" for b, d in zip(batches, ("solid", "dashed", "dotted"), strict=False)))
-    axes[-1].set(ylabel="peak GiB")
-    axes[-1].set_ylim(bottom=0)
-    for axis in axes:
-        tokens_axis(axis, lengths, "prompt, tokens")
-    known = {text: line for axis in axes[:-1] for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+        tokens_axis(axis, [row["lengths"][0] for row in of_batch], "prompt, tokens")
+    for row in padded:
+        _bars(axes[0, -1], row)
+    known = {text: line for axis in axes[0] for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known.keys(), loc="lower center", ncols=len(known), fontsize=9)
     figure.suptitle(f"generate(), {result['shape']}-shaped, {result['conditions']['device']}")
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
+
+
+def _bars(axis, row: dict) -> None:
+    """ms per token of the padded row, a bar for each rival."""
+    found = {name: row["rivals"][name]["ms"] for name in RIVALS if (row["rivals"].get(name) or {}).get("ms")}
+    names = [LABELS.get(name, name) for name in found]
+    axis.bar_label(axis.bar(names, list(found.values()), color=[COLORS[name] for name in found]), fmt="%.2f", color=GREY)
+    low, high = min(row["lengths"]), max(row["lengths"])
+    axis.set(title=f"batch {row['rows']}, padded, {thousands(low)} to {thousands(high)}", ylabel="ms a token")
+    axis.grid(False, axis="x")
 
 
 def decode(result: dict):
@@ -135,7 +141,8 @@ def queries(result: dict):
         axis.imshow([[math.log2(value) for value in line] for line in shown], cmap="RdYlGn", vmin=-1.5, vmax=1.5, aspect="auto")
         for y, line in enumerate(shown):
             for x, value in enumerate(line):
-                axis.text(x, y, f"{value:.2f}" if value == value else "", ha="center", va="center", fontsize=8, color="black")
+                color = "white" if abs(math.log2(value)) > 1 else "black"  # beside the middle the colors are dark
+                axis.text(x, y, f"{value:.2f}" if value == value else "", ha="center", va="center", fontsize=8, color=color)
         axis.set_xticks(range(len(pasts)), [thousands(past) for past in pasts])
         axis.set_yticks(range(len(lengths)), lengths)
         axis.set(xlabel="keys", ylabel="queries", title=f"head_dim {head_dim}")

@@ -81,6 +81,11 @@ def told(result: dict, run: str) -> str:
     return ", ".join(words)
 
 
+def noted(result: dict, runs: list[str]) -> str:
+    """Runs as footnotes, which `report` numbers and puts at the end of the page."""
+    return "".join(f"[^{told(result, run)}]" for run in runs)
+
+
 def older(result: dict) -> str:
     """A sentence on the figures that were measured with code that has changed since; "" if there are none.
 
@@ -105,10 +110,9 @@ def older(result: dict) -> str:
 def by(result: dict, rows: list[dict] | None = None) -> str:
     """The runs of rows that were each measured by one run, as text."""
     runs = list(dict.fromkeys(run_of(result, row) for row in (result["rows"] if rows is None else rows)))
-    if None in runs:
-        commands = ", ".join(f"`{command}`" for command in result["commands"])
-        return f"{commands}; the figures of a row are of one run"
-    return "; ".join([*(told(result, run) for run in runs), *(["the figures of a row are of one run"] if len(runs) > 1 else [])])
+    if len(runs) == 1 and None not in runs:
+        return f"one run{noted(result, runs)}"
+    return f"runs{noted(result, result['commands'] if None in runs else runs)}, each row of one"
 
 
 def columns(result: dict, rows: list[dict], labels: dict[str, str]) -> str:
@@ -118,7 +122,7 @@ def columns(result: dict, rows: list[dict], labels: dict[str, str]) -> str:
     if not runs:
         return ""
     if len(runs) == 1 and runs[0] is not None:
-        return f"All columns are of one run: {told(result, runs[0])}."
+        return f"All columns are of one run{noted(result, runs)}."
     order = [*result["commands"], *result.get("measured_by", {}), None]
     lines = []
     for i, run in enumerate(sorted(runs, key=lambda run: order.index(run) if run in order else len(order)), 1):
@@ -128,8 +132,8 @@ def columns(result: dict, rows: list[dict], labels: dict[str, str]) -> str:
             if its:
                 shared.setdefault(" and ".join(filter(None, [", ".join(its[:-1]), its[-1]])), []).append(row["case"])
         what = "; ".join(f"{names} of {', '.join(cases)}" for names, cases in shared.items())
-        lines.append(f"- unknown run: {what}" if run is None else f"- run {i}: {what}; by {told(result, run)}")
-    return "The columns are of several runs; a ratio is given only where both figures are of one run.\n\n" + "\n".join(lines)
+        lines.append(f"- unknown run: {what}" if run is None else f"- run {i}{noted(result, [run])}: {what}")
+    return "Columns come from several runs; ratios only compare figures of one run.\n\n" + "\n".join(lines)
 
 
 def _timed(row: dict, name: str) -> bool:

@@ -1,10 +1,10 @@
 """Tables in Markdown and pictures from the JSON under examples/results.
 
-    python -m benchmarks.report                              # print the tables
-    python -m benchmarks.report README.md docs/results.md    # write them between the marks in these files and draw the pictures
+    python -m benchmarks.report                                                  # print the tables
+    python -m benchmarks.report README.md docs/results.md docs/results/*.md      # write them, and draw the pictures
 
 <!-- measured NAME: begin --> and <!-- measured NAME: end --> enclose the section with this name; without a name, all sections
-without marks. A section without a JSON file is omitted.
+without marks. A section without a JSON file is omitted. The commands of a page's runs are footnotes, before its last mark.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .sections import HEADLINE, SECTIONS
 from .words import on
 
 RESULTS = Path("examples/results")
+FOOTNOTE = re.compile(r"\[\^(`.+?`[^]]*)\]")
 MARKS = re.compile(r"<!-- measured(?: (\w+))?: begin -->\n(.*?)<!-- measured(?: \1)?: end -->", re.DOTALL)
 
 
@@ -61,7 +62,18 @@ def rewrite(document: str, folder: Path, pictures: str = "") -> str:
         mark = f"<!-- measured{' ' + match[1] if match[1] else ''}"
         return f"{mark}: begin -->\n{report(folder, wanted, pictures)}\n{mark}: end -->"
 
-    return MARKS.sub(fill, document)
+    text, notes = numbered(MARKS.sub(fill, document))
+    if not notes:
+        return text
+    end = text.rindex("<!-- measured")
+    return f"{text[:end]}\n{notes}\n{text[end:]}"
+
+
+def numbered(text: str) -> tuple[str, str]:
+    """The text with the numbers of its footnotes, and their definitions. Equal ones have one number."""
+    notes: dict[str, int] = {}
+    text = FOOTNOTE.sub(lambda match: f"[^{notes.setdefault(match[1], len(notes) + 1)}]", text)
+    return text, "\n".join(f"[^{number}]: {note}" for note, number in notes.items())
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.report") -> int:
@@ -73,7 +85,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.report
     if not args.documents:
         if not (text := report(args.results)):
             parser.error(f"{args.results} has no results; run a benchmark first, or name a folder with --results.")
-        print(text)
+        print("\n\n".join(numbered(text)))
         return 0
     for document in args.documents:
         if not MARKS.search(document.read_text()):

@@ -91,7 +91,7 @@ def generate_notes(result: dict, rows: list[dict]) -> list[str]:
         notes.append(f"A captured step of {step['case']} is {launches} launches of {len(kernels)} kernels, listed in the JSON.")
     if all((of(row, OURS, "check") or {}).get("passed") for row in rows if of(row, OURS)):
         notes.append("Logits of `patch()` were checked against those of steps without a graph.")
-    notes.append("First tokens are in milliseconds. A figure that is - was not measured, or failed with the reason in the JSON.")
+    notes.append("First tokens are in milliseconds. `-`: not measured, or failed (the JSON has the reason).")
     return notes
 
 
@@ -368,7 +368,7 @@ def commits(result: dict) -> str:
     )
 
 
-# The section of the README, then those of docs/results.md in their order: name, file, text.
+# The section of the README and of docs/results.md, then those of docs/results/ in their order: name, file, text.
 SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     (HEADLINE, "generate_8b.json", headline),
     ("generate", "generate_8b.json", generate),

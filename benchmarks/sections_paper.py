@@ -1,4 +1,4 @@
-"""The sections of docs/results.md on the LeanAttention paper; `sections` has the others."""
+"""The sections on the LeanAttention paper; `sections` has the others."""
 
 from __future__ import annotations
 

@@ -225,8 +225,8 @@ def test_runs_of_their_own_add_rivals_and_have_no_ratio_in_a_table(tmp_path):
         both["rows"][0]["rivals"][rival]["ms"] = ms
     lines = sections.generate(both).splitlines()
     first, second = both["commands"]
-    assert f"- run 1: `sdpa` and `patch()` of 1x16, 2x16; by `{first}`" in lines
-    assert [line for line in lines if line.startswith("- run 2: ") and line.endswith(f" of 1x16; by `{second}`")]
+    assert f"- run 1[^`{first}`]: `sdpa` and `patch()` of 1x16, 2x16" in lines
+    assert [line for line in lines if line.startswith(f"- run 2[^`{second}`]: ") and line.endswith(" of 1x16")]
     (cells,) = [[cell.strip() for cell in line.split("|")] for line in lines if "| 1x16 |" in " ".join(line.split())]
     assert cells[2:7] == ["5.00", "3.00", "2.00", "2.50x", "-"]
     (cells,) = [[cell.strip() for cell in line.split("|")] for line in sections.headline(both).splitlines() if "3.00" in line]

@@ -14,6 +14,7 @@ from test_boundaries import ORDER
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import hf_fastattn
+from benchmarks import grid, provenance
 from benchmarks import report as bench_report
 from hf_fastattn import backends, cli, hf, kernels
 from hf_fastattn.attention import function
@@ -279,13 +280,33 @@ def test_kernels_of_a_request_are_those_of_the_table(row, monkeypatch):
         assert ", ".join(launched) == kernel, backend
 
 
-@pytest.mark.parametrize("document", [ROOT / "README.md", ROOT / "docs" / "results.md"], ids=lambda path: path.name)
+MEASURED = [path for path in DOCUMENTS if "<!-- measured" in path.read_text()]
+
+
+@pytest.mark.parametrize("document", MEASURED, ids=lambda path: path.stem)
 def test_measured_tables_are_those_of_the_json_files(document):
     text, folder = document.read_text(), ROOT / "examples" / "results"
-    named = [match[1] for match in bench_report.MARKS.finditer(text)]
-    shown = [name for name, file, _ in bench_report.SECTIONS if (folder / file).exists()]
-    assert sorted(named) == sorted(name for name in shown if (name == bench_report.HEADLINE) == (document.name == "README.md"))
     assert bench_report.rewrite(text, folder, bench_report.relative(folder, document)) == text
+
+
+def test_every_result_has_its_place():
+    folder = ROOT / "examples" / "results"
+    named = [match[1] for path in MEASURED for match in bench_report.MARKS.finditer(path.read_text())]
+    shown = [name for name, file, _ in bench_report.SECTIONS if (folder / file).exists()]
+    assert sorted(named) == sorted([*shown, bench_report.HEADLINE])  # which the README and the summary have
+
+
+def test_the_first_sentences_have_the_figures_of_the_headline():
+    result = json.loads((ROOT / "examples" / "results" / "generate_8b.json").read_text())
+    ratios = {}
+    for row in result["rows"]:
+        over = [provenance.ratio(result, row, name, grid.OURS) for name in (grid.SDPA, grid.STATIC)]
+        ratios[row["case"]] = min(filter(None, over))
+    padded = ratios.pop("8xpadded")
+    for document in ("README.md", "docs/index.md", "docs/results.md"):
+        first = " ".join((ROOT / document).read_text()[:800].split())
+        assert f"{min(ratios.values()):.1f} to {max(ratios.values()):.1f} times" in first, document
+        assert document == "docs/index.md" or f"{padded:.1f} times" in first, document
 
 
 def test_every_picture_exists():
@@ -302,6 +323,6 @@ def test_results_are_of_a_gpu_and_state_their_conditions():
             if name == "perplexity":  # written by an example
                 continue
             if name == "accuracy":  # written by `hf-fastattn eval`
-                assert f"limit {result['conditions']['limit']:.0f}" in page("results.md")
+                assert f"limit {result['conditions']['limit']:.0f}" in page("results/generate.md")
                 continue
             assert all("bench" in command for command in result["commands"]), name
