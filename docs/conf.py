@@ -4,8 +4,10 @@ import contextlib
 import io
 import os
 import sys
+import tomllib
 from pathlib import Path
 
+import latex2mathml.converter
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
@@ -15,11 +17,20 @@ sys.path.insert(0, str(ROOT))
 import hf_fastattn  # noqa: E402
 from hf_fastattn import cli  # noqa: E402
 
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
 project = "hf_fastattn"
+author = "the hf_fastattn developers"
+copyright = author
 release = hf_fastattn.__version__
 html_title = f"{project} {release}"
 html_theme = "furo"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+html_theme_options = {"source_repository": URLS["Repository"], "source_branch": "main", "source_directory": "docs/"}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["filter.js"]
+html_math_renderer = "mathml"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 default_role = "code"  # docstrings are plain text with `names`
@@ -42,7 +53,7 @@ class CommandHelp(SphinxDirective):
 
     def run(self):
         text = io.StringIO()
-        os.environ["COLUMNS"] = "100"
+        os.environ["COLUMNS"] = "88"
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             cli.main([*self.arguments[0].split(), "--help"])
         if not text.getvalue():
@@ -51,5 +62,13 @@ class CommandHelp(SphinxDirective):
         return [nodes.literal_block(shown, shown, language="text")]
 
 
+def formula(writer, node):
+    """A formula as MathML, which browsers typeset without a script."""
+    display = "inline" if isinstance(node, nodes.math) else "block"
+    writer.body.append(latex2mathml.converter.convert(node.astext(), display=display))
+    raise nodes.SkipNode
+
+
 def setup(app):
+    app.add_html_math_renderer("mathml", inline_renderers=(formula, None), block_renderers=(formula, None))
     app.add_directive("command-help", CommandHelp)

@@ -13,18 +13,54 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 COLUMNS = {"attention": "lean", "cache": "preallocated", "patch()": "patch", "graph": "patch", "streaming": "streaming"}
 INTRODUCTION = """\
+<!-- Written by `make matrix`; do not edit. -->
+
 # Models
 
-Written by `make matrix`; do not edit. Each model class of Transformers that uses the attention interface is compared with
+**Yes**: `hf_fastattn.patch(model)`, with decode steps as graphs. **Partly**: the attention kernels run, but `patch()` refuses the model, or
+its steps run without a graph. **No**: load the model without `attn_implementation`.
+
+{popular}
+
+`hf-fastattn explain MODEL` says the same of a checkpoint, from its configuration. Another model is found by its class
+(`architectures` in `config.json`) in the table.
+
+## All models
+
+Each model class of Transformers that uses the attention interface is compared with
 `eager`, as a tiny random model on the CPU in fp32: without padding, with padding on the left, with holes and, if the model takes
 one, with an image. Prompts are longer than windows. `make matrix` fails if a result is WRONG.
 
 - attention: what `lean` runs. kernel: a kernel of this package; dense: torch's masked attention, with a warning.
 - cache: `PreallocatedCache`. patch(): `hf_fastattn.patch(model)`. graph: whether its decode steps are captured. fused: the
   modules that it fuses on a GPU, besides linear layers (mixture: of experts). streaming: `patch(model, "streaming", window=256)`.
-- Numbers refer to the messages below: reasons and warnings.
+- [n]: see message n [below](#messages), a reason or a warning.
 
 """
+# What people look for, and its class.
+POPULAR = {
+    "Llama 2, 3": "LlamaForCausalLM",
+    "Llama 4": "Llama4ForCausalLM",
+    "Mistral 7B, Nemo": "MistralForCausalLM",
+    "Mixtral": "MixtralForCausalLM",
+    "Mistral Small 3": "Mistral3ForConditionalGeneration",
+    "Qwen 2, 2.5": "Qwen2ForCausalLM",
+    "Qwen 3": "Qwen3ForCausalLM",
+    "Qwen 3, mixtures (30B-A3B)": "Qwen3MoeForCausalLM",
+    "Qwen 3 Next": "Qwen3NextForCausalLM",
+    "Qwen 3.5, 3.6": "Qwen3_5ForConditionalGeneration",
+    "Qwen 2.5 VL": "Qwen2_5_VLForConditionalGeneration",
+    "Gemma 2": "Gemma2ForCausalLM",
+    "Gemma 3": "Gemma3ForConditionalGeneration",
+    "Gemma 4": "Gemma4ForConditionalGeneration",
+    "Phi 3, 4": "Phi3ForCausalLM",
+    "DeepSeek V3, R1": "DeepseekV3ForCausalLM",
+    "GPT-OSS": "GptOssForCausalLM",
+    "GLM 4.5, 4.6": "Glm4MoeForCausalLM",
+    "Nemotron-H": "NemotronHForCausalLM",
+    "BERT": "BertForMaskedLM",
+    "T5": "T5ForConditionalGeneration",
+}
 ORDER = ("WRONG", "refused", "absent", "equal")
 FIGURES = re.compile(r" by [-.\de]+ \(scale .*?\)")  # of a difference from eager; they depend on the machine
 LINE = re.compile(r" \[\S+:\d+\]$")  # of a file, at the end of a message; it changes with the file
@@ -95,11 +131,32 @@ def _entry(model: dict, column: str, notes: Notes) -> str:
     return f"{word} {marks}".strip()
 
 
+def popular(models: dict[str, dict]) -> list[str]:
+    """The table of the models that people look for: yes, partly or no, and why."""
+    lines = ["| model | class | runs | why not |", "|---|---|---|---|"]
+    for said, name in POPULAR.items():
+        if name not in models:
+            continue
+        model, notes = models[name], Notes()
+        runs, reason = "yes", ""
+        attention, patched = (_entry(model, column, notes) for column in ("attention", "patch()"))
+        if not attention.startswith("kernel"):
+            runs = "no"
+        elif patched == "-":
+            runs, reason = "partly", "An encoder-decoder or no decoder: attention alone."
+        elif not patched.startswith("yes") or _entry(model, "graph", notes).startswith("no"):
+            runs = "partly"
+        if runs != "yes":
+            reason = reason or _escaped(max(notes.numbers, key=notes.numbers.get)).replace("The model", "it", 1)
+        lines.append(f"| {said} | {name} | {runs} | {reason} |")
+    return lines
+
+
 def markdown(documents: list[dict]) -> str:
     """The table of all versions: one row per model, for the newest version; differences in older versions are added."""
     notes, newest = Notes(), documents[0]
     by_version = [{model["name"]: model for model in document["models"]} for document in documents]
-    lines = INTRODUCTION.splitlines()
+    lines = INTRODUCTION.replace("{popular}", "\n".join(popular(by_version[0]))).splitlines()
     versions = " and ".join(document["transformers"] for document in documents)
     built = [model for model in newest["models"] if "unbuilt" not in model]
     lines += [f"Transformers {versions}; {len(built)} models on the newest.", ""]
