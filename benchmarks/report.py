@@ -88,6 +88,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.report
         print("\n\n".join(numbered(text)))
         return 0
     for document in args.documents:
+        if not document.is_file():
+            parser.error(f"there is no file {document}.")
         if not MARKS.search(document.read_text()):
             parser.error(f"{document} has no marks <!-- measured: begin --> and <!-- measured: end -->.")
     try:

@@ -17,8 +17,8 @@ INTRODUCTION = """\
 
 # Models
 
-**Yes**: `hf_fastattn.patch(model)`, with decode steps as graphs. **Partly**: the attention kernels run, but `patch()` refuses the model, or
-its steps run without a graph. **No**: load the model without `attn_implementation`.
+**Yes**: `hf_fastattn.patch(model)`, with decode steps as graphs. **Partly**: the attention kernels run, but `patch()` refuses the
+model, or its steps run without a graph. **No**: load the model without `attn_implementation`.
 
 {popular}
 

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def test_backends_lists_every_backend_and_its_kernels(capsys):
 
 def test_explain_of_a_named_shape_and_of_a_folder(capsys, folder):
     assert cli.main(["explain", "8B", "--batch", "2", "--length", "4096", "--gpu", "H100"]) == 0
-    assert "2 rows of 4096 tokens on H100 SXM" in capsys.readouterr().out
+    assert "2 rows of 4,096 tokens on H100 SXM" in capsys.readouterr().out
+    assert cli.main(["explain", "1b", "--gpu", "t4", "--dtype", "bfloat16"]) == 0
+    assert "--dtype float16 has one" in capsys.readouterr().out
     assert cli.main(["explain", folder, "--length", "64", "--dtype", "bfloat16", "--gpu", "l4", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["facts"]["name"] == folder and said["facts"]["dtype"] == "bfloat16" and said["facts"]["num_kv_heads"] == 2
@@ -214,7 +217,18 @@ def test_every_command_has_help(capsys, command):
     ("arguments", "sentence"),
     [
         (["explain", "8b", "--gpu", "h900"], "hf-fastattn explain: Unknown GPU 'h900'; known: a100"),
-        (["explain", "8b", "--length", "0"], "length must be at least 1; got 0."),
+        (["explain", "8b", "--length", "0"], "explain: --length must be at least 1; got 0."),
+        (["explain", "8b", "--sinks", "4"], "--window, --sinks and clamp_positions are for"),
+        (["explain", "8b", "--gguf-file", "x"], "'8b' is a named shape and has no files; leave out --gguf-file."),
+        (
+            ["explain", "8b", "--backend", "streaming"],
+            "needs --window, the number of last tokens to keep, for example 4096. Try: ",
+        ),
+        (["explain", "8b", "--backend", "leen"], "Try: hf-fastattn explain 8b --backend lean"),
+        (["warm", "FOLDER", "--arch", "90", "--rows", "x"], "--rows are numbers of at least 1, as in 1,8; got 'x'."),
+        (["warm", "FOLDER", "--arch", "90", "--tokens", "0"], "--tokens must be at least 1; got 0."),
+        (["warm", "FOLDER", "--arch", "90", "--sms", "0"], "--sms must be at least 1; got 0."),
+        (["warm", "--import", "/nowhere"], "--import: there is no file /nowhere."),
         (["explain", "/nowhere/at/all"], "hf-fastattn explain: "),
         (["explain", "8b", "--curves", "/nowhere/curves.png"], "hf-fastattn explain: "),
         (["generate", "/nowhere/model.gguf"], "There is no file /nowhere/model.gguf."),
@@ -222,21 +236,22 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--tokens", "0"], "--tokens must be at least 1; got 0."),
         (["generate", "FOLDER", "--prompt", ""], "The prompt is empty"),
         (["eval", "FOLDER", "--backends", ""], "Name at least one backend"),
-        (["eval", "FOLDER", "--caches", "rolling"], "caches are one or both of"),
+        (["eval", "FOLDER", "--backends", "sdpa,leen"], "--backends sdpa,lean"),
+        (["eval", "FOLDER", "--caches", "rolling"], "--caches are one or both of"),
         (["eval", "FOLDER", "--text", "/nowhere.txt"], "--text /nowhere.txt cannot be read: No such file or directory."),
         (["eval", "FOLDER", "--text", "FOLDER/model.safetensors"], "is not a UTF-8 text file"),
-        (["eval", "FOLDER", "--batch-size", "-2"], "batch_size must be at least 1"),
-        (["eval", "FOLDER", "--batch-size", "²"], "batch_size must be at least 1"),
-        (["eval", "FOLDER", "--gen-kwargs", "bogus=1"], "gen_kwargs has 'bogus', which is not an option of generate()"),
+        (["eval", "FOLDER", "--batch-size", "-2"], "--batch-size must be at least 1"),
+        (["eval", "FOLDER", "--batch-size", "²"], "--batch-size must be at least 1"),
+        (["eval", "FOLDER", "--gen-kwargs", "bogus=1"], "--gen-kwargs has 'bogus', which is not an option of generate()"),
         (["generate", "FOLDER/config.json"], "config.json is a file. Name its folder"),
         (["generate", "FOLDER", "--gguf-file", "zzz"], "There is no file 'zzz' in the folder"),
         (["generate", "FOLDER", "--tokens", "9" * 30, "--device", "cpu"], "Ask for fewer tokens"),
         (["generate", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "8b", "--tp", "0"], "--tp must be at least 1; got 0."),
-        (["eval", "FOLDER", "--limit", "-1"], "limit must be above 0"),
-        (["eval", "FOLDER", "--num-fewshot", "-1"], "num_fewshot must be at least 0"),
-        (["eval", "FOLDER", "--decode-tokens", "-4"], "decode_tokens must be 0 for none, or at least 3; got -4."),
+        (["eval", "FOLDER", "--limit", "-1"], "--limit must be above 0"),
+        (["eval", "FOLDER", "--num-fewshot", "-1"], "--num-fewshot must be at least 0"),
+        (["eval", "FOLDER", "--decode-tokens", "-4"], "--decode-tokens must be 0 for none, or at least 3; got -4."),
         (["generate", "FOLDER", "--device", "nosuch"], "Unknown device 'nosuch'"),
         (["explain", "FOLDER", "--device", "cuda:-1"], "Unknown device 'cuda:-1'"),
         (["generate", "FOLDER", "--device", "cuda:77"], "There is no device 'cuda:77' here"),
@@ -248,7 +263,8 @@ def test_every_command_has_help(capsys, command):
             ["bench"],
             "families, modes, evaluation, prompts, first_tokens, rollout, quantised, ranks, commits, kernels, stream, paper_e2e",
         ),
-        (["bench", "speed"], "got speed."),
+        (["bench", "speed"], "Unknown benchmark 'speed'; known: "),
+        (["bench", "familys"], "Try: hf-fastattn bench families"),
         (["generate", "FOLDER", "--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is not one"),
         (["generate", "FOLDER", "--backend", "streaming"], "'streaming' needs --window, the number of last tokens to keep"),
     ],
@@ -371,6 +387,17 @@ def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])
     assert not end.value.code and capsys.readouterr().out == f"hf-fastattn {hf_fastattn.__version__}\n"
+
+
+def test_the_help_of_the_program_imports_neither_torch_nor_transformers(capfd):
+    code = "import sys, hf_fastattn_cli as it; sys.argv = ['', {!r}]\ntry: it.main()\nfinally: print('torch' in sys.modules)"
+    for option, shown in (
+        ("--help", "Usage: hf-fastattn [OPTIONS] COMMAND"),
+        ("--version", f"hf-fastattn {hf_fastattn.__version__}"),
+    ):
+        subprocess.run([sys.executable, "-c", code.format(option)], check=True, cwd=Path(__file__).parent.parent)
+        lines = capfd.readouterr().out.splitlines()
+        assert lines[0].startswith(shown) and lines[-1] == "False"
 
 
 def test_a_missing_package_is_named(capsys, folder, monkeypatch):

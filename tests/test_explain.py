@@ -253,7 +253,7 @@ def test_a_folder_a_printed_table_and_json(tmp_path):
     said = json.loads(json.dumps(found.as_dict()))
     assert said["batch"] == 3 and said["facts"]["dtype"] == "float32" and said["gpu"]["name"] == "H100 SXM"
     text = str(found)
-    assert "3 rows of 1000 tokens on H100 SXM" in text and "1000 tokens are more than the 512 positions" in text
+    assert "3 rows of 1,000 tokens on H100 SXM" in text and "1000 tokens are more than the 512 positions" in text
     assert "takes at least" in text and "MQA, 1 KV head" in text
 
 

@@ -545,8 +545,9 @@ def test_a_step_that_cannot_be_captured_counts_once(llama, device, monkeypatch):
     norm = llama.model.norm
     with patched(llama, graph=True) as patch, pytest.MonkeyPatch.context() as inner:
         inner.setattr(norm, "forward", lambda x: type(norm).forward(norm, x) if float(x.sum()) == x.sum() else x)
-        with pytest.warns(UserWarning, match="runs uncaptured"):
+        with pytest.warns(UserWarning, match="runs uncaptured") as heard:
             assert llama.generate(ids, max_new_tokens=10, do_sample=False).tolist() == expected.tolist()
+        assert {warning.filename for warning in heard if "runs uncaptured" in str(warning.message)} == {__file__}
         assert patch.captures == 0 and patch.uncaptured > 0
 
 

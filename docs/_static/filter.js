@@ -5,7 +5,7 @@ document.addEventListener("DOMContentLoaded", () => {
     for (const row of rows)
       for (const cell of row.cells) cell.innerHTML = cell.innerHTML.replace(/(?<=[a-z0-9_])(?=[A-Z])(?![^<]*>)/g, "<wbr>");
     const frame = table.closest(".table-wrapper");
-    if (frame?.scrollWidth > frame?.clientWidth) table.style.zoom = (0.98 * frame.clientWidth) / frame.scrollWidth; // no scroll bar
+    if (frame?.scrollWidth > frame?.clientWidth) table.style.zoom = (0.95 * frame.clientWidth) / frame.scrollWidth; // no scroll bar
     if (rows.length < 60) continue;
     const field = Object.assign(document.createElement("input"), { className: "filter", type: "search", placeholder: "Search the table" });
     field.addEventListener("input", () => {

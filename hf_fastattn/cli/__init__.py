@@ -12,25 +12,19 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .. import __version__
+from hf_fastattn_cli import BENCHES, program
+
 from . import commands, generate, handed_over, warm
-from .handed_over import BENCHES, load_benchmark
+from .handed_over import load_benchmark
+from .refusals import as_options, corrected
 
 __all__ = ["BENCHES", "load_benchmark", "main"]
 
-ABOUT = "Exact attention kernels inside Hugging Face Transformers: the backends, what runs, and comparisons of results."
 PACKAGE = Path(__file__).parent.parent
 OWN = (PACKAGE, PACKAGE.parent / "benchmarks")  # folders with code of this project
 HANDED_OVER = {"bench": handed_over.bench, "lm_eval": handed_over.lm_eval}
 NO_MEMORY = ("DefaultCPUAllocator", "Storage size calculation overflowed")  # torch's RuntimeErrors for too many bytes on the CPU
 Command = Callable[..., int | None]
-HELP = {"help_option_names": ["-h", "--help"]}
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        print(f"hf-fastattn {__version__}")
-        raise typer.Exit()
 
 
 # These two are used only for --help: other arguments are parsed by the called program.
@@ -42,15 +36,15 @@ def _lm_eval(arguments: Annotated[str, typer.Argument(metavar="ARGUMENTS", help=
     pass
 
 
-# name: (short help, function, end of the help)
-COMMANDS: dict[str, tuple[str, Command, str | None]] = {
-    "backends": ("list the backends and whether each can run here", commands.backends, None),
-    "generate": ("generate text with a backend, and compare it with another", generate.generate, None),
-    "explain": ("which kernels run for a model and why, the least cost of a token, when memory is full", commands.explain, None),
-    "warm": ("compile the kernels of a model before it runs; it needs no weights and no GPU", warm.warm_, None),
-    "eval": ("compare backends and caches on one model by lm-eval, over the same examples", commands.eval_, commands.EPILOG),
-    "bench": (f"benchmarks: {', '.join(BENCHES)}; `hf-fastattn bench generate --help` and so on", _bench, None),
-    "lm_eval": ("lm-eval's own command line, with these backends registered", _lm_eval, None),
+# name: (function, end of the help)
+COMMANDS: dict[str, tuple[Command, str | None]] = {
+    "backends": (commands.backends, None),
+    "generate": (generate.generate, None),
+    "explain": (commands.explain, None),
+    "warm": (warm.warm_, None),
+    "eval": (commands.eval_, commands.EPILOG),
+    "bench": (_bench, None),
+    "lm_eval": (_lm_eval, None),
 }
 
 
@@ -72,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if show or not _is_refusal(error):
             raise
-        print(f"hf-fastattn {command}: {' '.join(str(error).split())}", file=sys.stderr)
+        text = as_options(" ".join(str(error).split()), COMMANDS[command][0])
+        print(f"hf-fastattn {command}: {text}{corrected(arguments, text)}", file=sys.stderr)
         return 2
 
 
@@ -80,28 +75,20 @@ def _parse(arguments: list[str]) -> tuple[str, Command, bool]:
     """(command, its function with arguments, whether to show tracebacks). Raises SystemExit for help and for wrong arguments.
     The command runs outside of Typer, which would catch its exceptions."""
     asked: list[tuple[str, Command, bool]] = []
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=HELP)
-    app.callback(help=ABOUT)(_version)
 
     def note(name: str, run: Command, *, traceback: bool = False, **options: Any) -> None:
         asked.append((name, functools.partial(run, **options), traceback))
 
-    for name, (about, run, epilog) in COMMANDS.items():
-        whole = f"{about[0].upper()}{about[1:]}."
-        noting = functools.update_wrapper(functools.partial(note, name, run), run)  # with the parameters of `run`
-        app.command(name, help=whole, short_help=about, epilog=epilog, context_settings=HELP)(noting)
+    def noting(name: str, run: Command) -> Command:
+        return functools.update_wrapper(functools.partial(note, name, run), run)  # with the parameters of `run`
+
+    app = program({name: (noting(name, run), epilog) for name, (run, epilog) in COMMANDS.items()})
     try:
         typer.main.get_command(app).main(arguments, prog_name="hf-fastattn")
     except SystemExit:
         if not asked:
             raise
     return asked[0]
-
-
-def _version(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="show the version")] = False,
-) -> None:
-    """Options of the program itself."""
 
 
 def _is_refusal(error: Exception) -> bool:

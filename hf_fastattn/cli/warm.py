@@ -31,6 +31,8 @@ def warm_(
     traceback: Traceback = False,
 ) -> None:
     if import_ is not None:
+        if not import_.is_file():
+            raise ValueError(f"--import: there is no file {import_}.")
         kernels = archive.import_(import_)
         print(f"{len(kernels)} kernels of {import_} are in Triton's cache.")
         if locks.has_launchers():
@@ -39,17 +41,28 @@ def warm_(
         if import_ is None or export is not None:
             raise ValueError("Name a MODEL whose kernels are to be compiled, or a file of kernels with --import.")
         return
+    counts = _counts(rows)
+    for option, value in (("--tokens", tokens), ("--sms", sms)):
+        if value is not None and value < 1:
+            raise ValueError(f"{option} must be at least 1; got {value}.")
     config = hf.load_config(model, gguf_file)
     of = torch.bfloat16 if (found := dtype or config.dtype) is None else found
     made = hf.model_on_meta(config, getattr(torch, of) if isinstance(of, str) else of)
     recipe = warm.Recipe.of(made, backend, _target(arch, sms))
-    print(ahead.warm_up(recipe, counts := tuple(map(int, listed(rows))), tokens))
+    print(ahead.warm_up(recipe, counts, tokens))
     if export is not None:
         about = {"model": model, "rows": counts, "tokens": tokens}
         if (counts, tokens) == (warm.ROWS, warm.LONGEST):
             about["known"] = ahead.Known(recipe).name
         number = archive.export(warm.listed(recipe, counts, tokens), export, about)
         print(f"{number} kernels are in {export}, {export.stat().st_size / 2**20:.1f} MiB.")
+
+
+def _counts(rows: str) -> tuple[int, ...]:
+    counts = tuple(int(count) if count.isdecimal() else 0 for count in listed(rows))
+    if not counts or min(counts) < 1:
+        raise ValueError(f"--rows are numbers of at least 1, as in 1,8; got {rows!r}.")
+    return counts
 
 
 def _target(arch: int | None, sms: int | None) -> gpu.Target:

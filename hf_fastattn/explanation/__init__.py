@@ -299,7 +299,7 @@ def _why(chosen: registry.Backend, served: str, q_len: int, facts: Facts) -> str
         return f"{chosen.name!r} has one kernel for both phases"
     group = facts.num_heads // facts.num_kv_heads
     verdict = "at most" if served == "decode" else "more than"
-    return f"{q_len} x {group} = {q_len * group} query rows per KV head, {verdict} {chosen.max_decode_rows}"
+    return f"{q_len:,} x {group} = {q_len * group:,} query rows per KV head, {verdict} {chosen.max_decode_rows}"
 
 
 # ---- formatting ----
@@ -320,7 +320,7 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
         f"supported: {no or 'yes'}\n"
         f"{facts.name}: {facts.parameters / 1e6:,.0f} million parameters, {size(facts.weight_bytes)} in {dtype}\n"
         f"{heads if len(shapes) == 1 else ' or '.join(shapes)}; layers: {layers}\n"
-        f"{batch} of {found.length} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
+        f"{batch} of {found.length:,} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
         + "\n".join([f"({gpu.source})", *found.notes])
     )
     if found.runs:
@@ -330,17 +330,22 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
     if found.refused:
         yield "Refused:\n\n" + _table(found.refused)
     read, per_second = size(step.weight_bytes + step.kv_bytes), found.batch * 1e3 / step.floor_ms
+    speed = f"{per_second:,.{0 if per_second >= 100 else 1}f} tokens a second"
     rows = [
         ["reads", read, f"{size(step.weight_bytes)} of weights, {size(step.kv_bytes)} of K/V"],
         ["computes", size(step.flops, "FLOP"), f"{step.flops_per_byte:.3g} FLOP for each byte it reads"],
-        ["takes at least", f"{step.floor_ms:.3g} ms", f"set by {step.bound_by}; {per_second:.4g} tokens a second"],
+        [
+            f"takes at least, on {gpu.name}",
+            f"{step.floor_ms:.3g} ms",
+            f"set by {step.bound_by}; {speed}",
+        ],
     ]
     yield table(["one decode step, a token for each row", "", ""], rows)
     yield from _roofline(found)
     rows = [[thousands(n), size(kv), size(held), "yes" if fits else "no"] for n, kv, held, fits in map(dict.values, found.memory)]
     yield table(["tokens a row", "K/V", "K/V and weights", "fits"], rows) + f"\n\n{_limit(found)}"
     of = map(dict.values, found.variants)
-    rows = [[name, size(kv), f"{ms:.3g}", "any" if most is None else most] for name, kv, ms, most in of]
+    rows = [[name, size(kv), f"{ms:.3g}", "any" if most is None else f"{most:,}"] for name, kv, ms, most in of]
     yield table(["the same weights with", "K/V", "at least, ms", "longest"], rows)
 
 
@@ -350,7 +355,7 @@ def _roofline(found: Explanation) -> Iterator[str]:
         ["computes", size(prompt.flops, "FLOP"), f"{prompt.flops_per_byte:,.0f} FLOP for each byte it reads or writes"],
         ["first token", size(prompt.floor_ms / 1e3, "s"), f"at least, set by {prompt.bound_by}"],
     ]
-    yield table([f"a prompt of {found.length} tokens a row", "", ""], rows)
+    yield table([f"a prompt of {found.length:,} tokens a row", "", ""], rows)
     if roofline.gpu_flops_per_byte is None:
         return
 
@@ -360,7 +365,7 @@ def _roofline(found: Explanation) -> Iterator[str]:
     rows = [
         ["products with weights", least(roofline.weights_batch), "all rows share what is read"],
         ["attention", least(roofline.attention_batch), f"{roofline.attention_flops_per_byte:.3g} FLOP per byte at every batch"],
-        ["decode step", least(roofline.step_batch), f"of {found.length} tokens a row"],
+        ["decode step", least(roofline.step_batch), f"of {found.length:,} tokens a row"],
     ]
     yield table([f"{roofline.gpu_flops_per_byte:.3g} FLOP per byte of {found.gpu.name}", "set by compute", ""], rows)
 
@@ -375,4 +380,4 @@ def _limit(found: Explanation) -> str:
         return f"{what} weights and K/V at any length: every layer has a window."
     if found.longest == 0:
         return f"{what} less than the weights and one token a row."
-    return f"{what} weights and K/V up to {found.longest} tokens a row; activations, mostly of the prompt, come on top."
+    return f"{what} weights and K/V up to {found.longest:,} tokens a row; activations, mostly of the prompt, come on top."

@@ -11,13 +11,13 @@ import json
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 from .. import hf
 from ..kernels.ahead import archive, describe, locks, server
 from ..kernels.ahead.describe import Kernel
+from ..report.warn import warn
 from . import warm
 
 
@@ -110,7 +110,7 @@ _said: set[str] = set()
 def _say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
-        warnings.warn(text, stacklevel=4)
+        warn(text)
 
 
 _VOLATILE = {

@@ -11,6 +11,7 @@ import torch
 from .. import hf, registry
 from ..caches import RollingCache
 from ..context_parallel import Shares
+from ..report.warn import warn
 from ..streaming import Settings
 from .patched import Patch
 
@@ -102,7 +103,7 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
     if reason := hf.unpacked(model):
-        warnings.warn(f"The linear layers of this {name} are not replaced, as {reason}.", stacklevel=4)
+        warn(f"The linear layers of this {name} are not replaced, as {reason}.")
 
 
 def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:

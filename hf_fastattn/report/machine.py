@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def find_device(name: torch.device | str | None, planned: bool = False) -> torch
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # a backend of torch that was not built
-        raise ValueError(f"There is no device {name!r} here: {error}. Name the device cpu.") from error
+        reason = re.split(r"\.\s|\n", str(error))[0].removesuffix(".")  # torch goes on with a list of its backends
+        raise ValueError(f"There is no device {name!r} here: {reason}. Name the device cpu.") from error
     if device.type == "meta":
         raise ValueError("The device 'meta' holds no numbers. Name the device cpu.")
     return device

@@ -11,7 +11,6 @@ a message; the rounds of speculation have the nearest one.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from ... import hf
 from ...attention.step import Unpackable
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
+from ...report.warn import warn
 from ..graphs.entry import KEEP, Entry, Inputs, grows, unpaddable
 from ..graphs.graphs import DecodeGraphs, why_not_read
 from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_tokens, nearest, several, tokens_in
@@ -226,7 +226,7 @@ class Forwards:
                 why = graphs.unpackable[state] = str(error)
         if padded and why not in graphs.padded:
             graphs.padded.append(why)
-            warnings.warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.", stacklevel=3)
+            warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.")
         return None
 
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, size: int) -> Any:
@@ -284,11 +284,10 @@ class Forwards:
             )
         if graphs.own is None:
             graphs.own = own
-            warnings.warn(
+            warn(
                 f"{type(self.model).__name__}.generate() captures its steps anew in each call: they run {own}, which is of no "
                 "installed package and may read anything. patch(keep_graphs=True) keeps the graphs, if nothing that it reads "
-                "changes.",
-                stacklevel=2,
+                "changes."
             )
         return None
 

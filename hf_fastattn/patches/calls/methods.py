@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import torch
 from ... import hf
 from ...caches import forward
 from ...context_parallel import Shares
+from ...report.warn import warn
 from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
@@ -140,7 +140,7 @@ class Generation:
     def say(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
-            warnings.warn(f"{type(self._model()).__name__}.generate() runs uncaptured: {reason}.", stacklevel=3)
+            warn(f"{type(self._model()).__name__}.generate() runs uncaptured: {reason}.")
 
     # ---- the methods that generate() calls ----
 
