@@ -133,7 +133,7 @@ $(VENV)/.test: $(VENV)/.package
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.test
+$(VENV)/.docs: $(VENV)/.package
 	@echo "Adding Sphinx ..."
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -34,9 +34,10 @@ def contents(folder: Path) -> None:
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         inside = {name.split("/")[1] for name in archive.getnames() if "/" in name}
-    allowed = {"hf_fastattn.egg-info", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"}
-    allowed |= {"pyproject.toml", "setup.cfg", "setup.py"}
-    assert inside <= OURS | allowed, f"{sdist.name} has {sorted(inside - OURS - allowed)}"
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    wanted = {name.partition("/")[0] for name in tracked} - {".github", ".gitignore"}
+    made = {"hf_fastattn.egg-info", "PKG-INFO", "setup.cfg"}
+    assert inside == wanted | made, f"{sdist.name} and the repository differ by {sorted(inside ^ (wanted | made))}"
 
 
 @torch.no_grad()
