@@ -86,7 +86,7 @@ def explain(
     """Report what would run for this model, batch and length, its least cost, and what is refused and why.
 
     model: a model, a configuration, a folder or a name on the Hub, a .gguf file, or a named shape (`hf-fastattn explain --help`
-    lists them). Of a name, folder or file only the configuration is read; of a loaded model also which of its layers are
+    lists them). Only the configuration of a name, folder or file is read; of a loaded model also which of its layers are
     quantised, and which experts it runs. batch: number of rows, of `length` tokens each. device: by default the model's
     device, and CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: use the published figures of
     this GPU (the same --help lists them); without it the GPU of this machine is measured, or an H200 is assumed if there is none.
@@ -102,7 +102,7 @@ def explain(
     if not isinstance(model, (hf.PreTrainedModel, hf.PreTrainedConfig, str, Path)):
         raise TypeError(
             f"explain() takes a Transformers model, a configuration, a name or a path; got {type(model).__name__}. "
-            "Of a pipeline pass its model, of a PEFT model its base model."
+            "Pass pipeline.model, or peft_model.get_base_model()."
         )
     if not isinstance(model, hf.PreTrainedModel):
         model = _from_config(model, dtype)

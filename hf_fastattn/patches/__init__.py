@@ -74,7 +74,7 @@ def patch(
     is an approximation.
 
     peer_memory, for a model under tensor parallelism: whether sums over the ranks in decode graphs are kernels that write to the
-    memory of the other GPUs, and not collectives of the process group. None: where all GPUs of the ranks can. True: or a
+    memory of the other GPUs, and not collectives of the process group. None: if all GPUs support it. True: require it, or a
     ValueError with the reason.
 
     keep_graphs: a graph of steps that run your own code, which is of no installed package, is valid for one call of generate(),
