@@ -68,6 +68,10 @@ def test_names_and_kernels_of_backends():
     q = torch.zeros(1, 2, 1, 16)
     with pytest.raises(TypeError, match=r"called with the tensors q, k and v; its attend\(\) takes q, a KV and a Spec"):
         hf_fastattn.get("lean")(q, kernels.KV(q, q), kernels.Spec())
+    with pytest.raises(TypeError, match=r"the tensors q, k and v; got ndarray. Pass torch.as_tensor"):
+        hf_fastattn.get("lean")(q.numpy(), q, q)
+    with pytest.raises(TypeError, match="has no option attn_mask; it has spans, scale, causal, window"):
+        hf_fastattn.get("lean")(q, q, q, attn_mask=None)
     with pytest.raises(TypeError, match="prefill must be callable"):
         hf_fastattn.Backend(name="mine", summary="", prefill=None)
     with pytest.raises(TypeError, match="decode callable or None"):

@@ -186,7 +186,7 @@ def test_messages_in_troubleshooting_are_those_of_the_package():
 
 def test_stated_versions_and_limits_are_those_of_the_package():
     oldest = ".".join(map(str, hf.version.OLDEST))
-    assert f"Transformers {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
+    assert f"Transformers >= {oldest}" in README and f"transformers>={oldest}" in (ROOT / "pyproject.toml").read_text()
     widths = f"head_dim | up to {checks.MAX_HEAD_DIM}, of values up to {checks.MAX_VALUE_DIM}"
     assert widths in page("supported.md") and f"head_dim up to {checks.MAX_HEAD_DIM}" in README
     assert f'version = "{hf_fastattn.__version__}"' in (ROOT / "pyproject.toml").read_text()

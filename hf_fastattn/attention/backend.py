@@ -19,6 +19,7 @@ from ..kernels.spec import KV, Gradients, Result, Spec, call
 
 Kernel = Callable[..., Result]
 _DEFAULT = Spec()
+OPTIONS = (*Spec._fields, "sink_logits", "inv_freq", "return_lse")
 # The fields of `kernels.spec.Spec` in the schema of a custom op.
 SPEC = "float? scale, bool causal, SymInt? window, float? softcap, SymInt sinks, bool interleaved, float dropout"
 
@@ -81,6 +82,10 @@ class Backend:
         """Attention over plain K and V; options: fields of `kernels.spec.Spec`, and those of `kernels.reference.attention`."""
         if isinstance(k, KV):
             raise TypeError("A backend is called with the tensors q, k and v; its attend() takes q, a KV and a Spec.")
+        if others := [type(x).__name__ for x in (q, k, v) if not isinstance(x, torch.Tensor)]:
+            raise TypeError(f"A backend is called with the tensors q, k and v; got {', '.join(others)}. Pass torch.as_tensor(x).")
+        if unknown := options.keys() - OPTIONS:
+            raise TypeError(f"A backend has no option {', '.join(sorted(unknown))}; it has spans, {', '.join(OPTIONS)}.")
         return call(self.attend, q, k, v, spans, **options)
 
     def attend(self, q: torch.Tensor, kv: KV, spec: Spec = _DEFAULT, spans: torch.Tensor | None = None, **options: Any) -> Result:
