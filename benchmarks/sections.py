@@ -117,10 +117,10 @@ def headline(result: dict) -> str:
         best = min(stock, key=stock.get, default=SDPA)
         shown = [figure(of(row, name), 2) for name in (SDPA, STATIC, OURS)]
         lines.append([row["case"], *shown, figure(ratio(result, row, best, OURS), 2, "x")])
-    head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "the faster one / `patch()`"]
+    head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "speed-up over the faster one"]
     notes = [f"`generate()`, milliseconds per token, {model(result)}: {on(result)}; {method(result)}."]
     if without := untimed(rows, STATIC, "The static cache"):
-        notes += [*without, "There the last column is `sdpa` / `patch()`."]
+        notes += [*without, "There it is the speed-up over `sdpa`."]
     if any(line[-1] is None for line in lines):
         notes.append("Where a ratio is -, its figures are not of one run.")
     return f"{' '.join(notes)}\n\n{table(head, lines)}"

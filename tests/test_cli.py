@@ -228,7 +228,6 @@ def test_every_command_has_help(capsys, command):
         (["warm", "FOLDER", "--arch", "90", "--rows", "x"], "--rows are numbers of at least 1, as in 1,8; got 'x'."),
         (["warm", "FOLDER", "--arch", "90", "--tokens", "0"], "--tokens must be at least 1; got 0."),
         (["warm", "FOLDER", "--arch", "90", "--sms", "0"], "--sms must be at least 1; got 0."),
-        (["warm", "--import", "/nowhere"], "--import: there is no file /nowhere."),
         (["explain", "/nowhere/at/all"], "hf-fastattn explain: "),
         (["explain", "8b", "--curves", "/nowhere/curves.png"], "hf-fastattn explain: "),
         (["generate", "/nowhere/model.gguf"], "There is no file /nowhere/model.gguf."),

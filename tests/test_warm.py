@@ -467,7 +467,7 @@ def test_a_killed_worker_costs_its_kernel_alone(cache):
     "arguments, says",
     [
         ([], "Name a MODEL whose kernels are to be compiled, or a file of kernels with --import"),
-        (["--import", "/nowhere"], "No such file or directory: '/nowhere'"),
+        (["--import", "/nowhere"], "--import: there is no file /nowhere."),
         (["{model}"], "This machine has no GPU. Pass --arch: 80 for an A100, 90 for an H100 or H200"),
         (["{model}", "--arch", "70"], "--arch must be one of 80, 86, 89, 90, or another from 80 on with --sms; got 70"),
     ],
