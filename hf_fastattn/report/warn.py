@@ -1,5 +1,6 @@
 """Warnings at the line of the user."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import FrameType
 def warn(text: str) -> None:
     """Warn at the innermost line that is not of this package, Transformers or torch."""
     files = (getattr(sys.modules.get(name), "__file__", None) for name in ("hf_fastattn", "transformers", "torch"))
-    folders = tuple(f"{Path(file).parent}/" for file in files if file)
+    folders = tuple(f"{Path(file).parent}{os.sep}" for file in files if file)
     frame: FrameType | None = sys._getframe()
     level = 1
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
