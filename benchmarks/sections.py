@@ -120,7 +120,7 @@ def headline(result: dict) -> str:
     head = ["batch x prompt", *(COLUMNS[name] for name in (SDPA, STATIC, OURS)), "speed-up over the faster one"]
     notes = [f"`generate()`, milliseconds per token, {model(result)}: {on(result)}; {method(result)}."]
     if without := untimed(rows, STATIC, "The static cache"):
-        notes += [*without, "There it is the speed-up over `sdpa`."]
+        notes += [*without, "There the last column is the speed-up over `sdpa`."]
     if any(line[-1] is None for line in lines):
         notes.append("Where a ratio is -, its figures are not of one run.")
     return f"{' '.join(notes)}\n\n{table(head, lines)}"
