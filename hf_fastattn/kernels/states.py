@@ -1,0 +1,78 @@
+"""The steps of linear layers in PyTorch, for one new token of each row: the specification of conv_update, gated_delta, selective
+and gated_norm in decode/.
+
+Tensors are those of the kernels; states are replaced in place. Results have the roundings of Transformers' code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu, softplus
+
+
+def conv_update(
+    x: torch.Tensor,
+    state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    act: bool = True,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    x = x if before is None else before * x
+    state.copy_(torch.cat([state[..., 1:], x[..., None]], -1))
+    y = (state.float() * weight.float()).sum(-1)
+    y = (y if bias is None else y + bias.float()).to(x.dtype)
+    y = silu(y) if act else y
+    return y if after is None else after * y
+
+
+def gated_delta(
+    mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    rows, heads, key_dim, value_dim = state.shape
+    keys = (mixed.shape[-1] - heads * value_dim) // 2
+    q, k, v = mixed.float().split([keys, keys, heads * value_dim], -1)
+    group = heads * key_dim // keys
+    q, k = (t.view(rows, -1, key_dim).repeat_interleave(group, 1) for t in (q, k))
+    q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    g = -a_log.float().exp() * softplus(a.reshape(rows, heads).float() + dt_bias.float())
+    beta = b.reshape(rows, heads).sigmoid().float()
+    old = state.float() * g.exp()[..., None, None]
+    delta = (v.view(rows, heads, value_dim) - (old * k[..., None]).sum(-2)) * beta[..., None]
+    new = old + k[..., None] * delta[..., None, :]
+    state.copy_(new)
+    return (new * q[..., None]).sum(-2).mul(key_dim**-0.5).to(mixed.dtype)
+
+
+def selective(
+    mixed: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    d: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    rows, heads, head_dim, size = state.shape
+    shared = (mixed.shape[-1] - heads * head_dim) // 2
+    x, b, c = mixed.split([heads * head_dim, shared, shared], -1)
+    x = x.view(rows, heads, head_dim)
+    b, c = (t.reshape(rows, -1, size).repeat_interleave(heads * size // shared, 1) for t in (b, c))
+    dt = softplus(dt + dt_bias.to(dt.dtype))
+    decay = torch.exp(dt.float() * -a_log.float().exp())[..., None, None]
+    new = state * decay + (dt[..., None] * b)[..., None, :] * x[..., None]
+    state.copy_(new)
+    y = (new.to(c.dtype).float() * c.float()[..., None, :]).sum(-1).to(x.dtype)
+    y = (y + x * d[:, None]).to(x.dtype).flatten(1)
+    return y if gate is None else y * silu(gate)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, first: bool, late: bool, groups: int = 1
+) -> torch.Tensor:
+    act, y = silu(gate.float()), x.float()
+    y = (y * act if first else y).unflatten(-1, (groups, -1))
+    y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
+    y = weight.float() * y if late else weight * y.to(x.dtype)
+    return (y if first else y * act).to(x.dtype)
