@@ -36,7 +36,10 @@ from hf_fastattn.kernels.decode import (  # noqa: E402
     all_reduce,
     append,
     build_spans,
+    conv_update,
     experts,
+    gated_delta,
+    gated_norm,
     gather_heads,
     linear,
     linear_rows,
@@ -47,6 +50,7 @@ from hf_fastattn.kernels.decode import (  # noqa: E402
     rope,
     rotate,
     route,
+    selective,
     shares,
 )
 from hf_fastattn.kernels.decode import residual as residual_sums  # noqa: E402
@@ -541,7 +545,42 @@ def _rope_of_norms():
     rotation.launch(KV(x, x), x, torch.zeros(1, dtype=torch.int64))
 
 
+def _conv(gated=False, dtype=torch.bfloat16):
+    x, weight = torch.zeros(2, 3 * 1024, dtype=dtype), torch.zeros(1024, 4, dtype=dtype)
+    gates = [x[:, :1024], x[:, 1024:2048]] if gated else []
+    conv_update.prepared(x[:, 2048:], x.new_zeros(2, 1024, 4), weight, weight[:, 0].clone(), not gated, *gates).launch()
+
+
+def _delta(rows=1, dim=128, state=torch.float32):
+    mixed, gates, own = new(rows, 4 * 8 * dim), new(rows, 8, 2), new(16)
+    gated_delta.prepared(mixed, gates, gates, own, own, torch.zeros(rows, 16, dim, dim, dtype=state)).launch()
+
+
+def _selective(rows=1, head_dim=64, size=128, gated=False, dtype=torch.bfloat16):
+    mixed, own = torch.zeros(rows, 48 * head_dim + 2 * size, dtype=dtype), torch.zeros(48, dtype=dtype)
+    gate = torch.zeros(rows, 48 * head_dim, dtype=dtype) if gated else None
+    dt, state = torch.zeros(rows, 48, dtype=dtype), torch.zeros(rows, 48, head_dim, size)
+    selective.prepared(mixed, dt, own, own, own, state, gate).launch()
+
+
+def _gated_norm(size=128, groups=1, **options):
+    x = new(2, size)
+    assert gated_norm.run(x, x, x[0], 1e-6, options.get("first", False), options.get("late", False), groups) is not None
+
+
 SMALL = {
+    "conv_update": (conv_update, _conv),
+    "conv_update, of gates": (conv_update, lambda: _conv(True)),
+    "conv_update, fp32": (conv_update, lambda: _conv(dtype=torch.float32)),
+    "gated_delta": (gated_delta, _delta),
+    "gated_delta, many rows": (gated_delta, lambda: _delta(64)),
+    "gated_delta, wide": (gated_delta, lambda: _delta(64, 256, torch.bfloat16)),
+    "selective": (selective, _selective),
+    "selective, many rows": (selective, lambda: _selective(64)),
+    "selective, wide": (selective, lambda: _selective(64, 128, 256, gated=True)),
+    "selective, fp32": (selective, lambda: _selective(dtype=torch.float32)),
+    "gated_norm": (gated_norm, _gated_norm),
+    "gated_norm, of groups": (gated_norm, lambda: _gated_norm(8192, 8, first=True, late=True)),
     "append": (append, _append),
     "append of several tokens": (append, partial(_append, 8)),
     "ring_step": (ring, lambda: ring.ring_step(torch.zeros(2, dtype=torch.int64), None, 64, 4)),
@@ -612,7 +651,7 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     assert not waits or not weights or touches[weights - 1].start() < waits.start()
     if "ranks" in name or "gather" in name:
         check_exchange(kernel.asm["ptx"], module is merge_ranks)
-    rounds = module in (residual_sums, rope, rms_norm)  # products are rounded before they are added to
+    rounds = module in (residual_sums, rope, rms_norm, conv_update, selective, gated_norm)  # products are rounded before they are added to
     assert kernel.metadata.enable_fp_fusion != (rounds or module is append)
     if rounds and "ranks" not in name:
         check_stores_last(kernel.asm["ttgir"])

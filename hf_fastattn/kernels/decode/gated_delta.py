@@ -26,6 +26,7 @@ from ..host.overlap import early, let_next_begin, wait_for_inputs
 from .conv_update import Ready
 
 MAX_DIM = 256  # of a key: a program has whole columns of the state
+TILE = 4096  # elements of a state in a program
 
 
 @triton.jit
@@ -117,12 +118,16 @@ def prepared(
     return Ready(start, (mixed, a, b, a_log, dt_bias, state, out), out)
 
 
-def columns(rows: int, lines: int, heads: int, device: torch.device) -> int:
-    """How many of `lines` columns (or lines) of a state a program has: few, until all multiprocessors have two programs."""
-    block = 64
-    while block > 8 and rows * heads * triton.cdiv(lines, block) < 2 * gpu.num_sms(device):
+def lines(state: torch.Tensor, count: int, least: int) -> int:
+    """How many of the `count` columns or lines of a head's state a program has: few, until all multiprocessors have two programs.
+
+    Of at most TILE elements, which leave registers for eight programs on a multiprocessor.
+    """
+    block = max(least, TILE * count // triton.next_power_of_2(state.shape[2] * state.shape[3]))
+    block = triton.next_power_of_2(min(block, count))
+    while block > least and state.shape[0] * state.shape[1] * triton.cdiv(count, block) < 2 * gpu.num_sms(state.device):
         block //= 2
-    return min(block, triton.next_power_of_2(lines))
+    return block
 
 
 @launch.remember
@@ -132,7 +137,7 @@ def _prepare(tensors: tuple[torch.Tensor, ...]) -> launch.Launch | None:
     if why_not(*given):
         return None
     rows, heads, key_dim, value_dim = state.shape
-    block_v = max(columns(rows, value_dim, heads, state.device), min(16, triton.next_power_of_2(value_dim)))
+    block_v = lines(state, value_dim, 16)  # 64 bytes of each line of the state
     return launch.Launch(
         gated_delta_kernel,
         (heads * triton.cdiv(value_dim, block_v), rows),

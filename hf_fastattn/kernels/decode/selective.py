@@ -24,7 +24,7 @@ from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from .conv_update import Ready
-from .gated_delta import MAX_DIM, columns, softplus
+from .gated_delta import MAX_DIM, lines, softplus
 from .linear_rows import activated
 
 
@@ -133,7 +133,7 @@ def _prepare(tensors: tuple[torch.Tensor | None, ...]) -> launch.Launch | None:
     if why_not(*given):
         return None
     rows, heads, head_dim, size = state.shape
-    block_p = columns(rows, head_dim, heads, state.device)
+    block_p = lines(state, head_dim, 8)
     return launch.Launch(
         selective_kernel,
         (heads * triton.cdiv(head_dim, block_p), rows),
