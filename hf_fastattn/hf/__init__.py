@@ -34,6 +34,7 @@ from .batches import *
 from .caches import *
 from .experts import *
 from .generation import *
+from .linear_layers import *
 from .llama import *
 from .loading import *
 from .longrope import *

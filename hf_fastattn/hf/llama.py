@@ -29,11 +29,15 @@ def is_llamas_layer(forward: object) -> bool:
     """Whether this is forward() of Llama's decoder layer: norm, attention, sum, norm, MLP, sum."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    llamas: object = LlamaDecoderLayer.forward
-    while _is_same_code(forward, llamas):  # newer Transformers wraps each layer's, for gradient checkpointing
-        forward, llamas = getattr(forward, "__wrapped__", None), getattr(llamas, "__wrapped__", None)
-        if forward is None or llamas is None:
-            return forward is llamas
+    return is_same_wrapped(forward, LlamaDecoderLayer.forward)  # newer Transformers wraps it, for gradient checkpointing
+
+
+def is_same_wrapped(function: object, theirs: object) -> bool:
+    """Whether two Python functions have the same bytecode, and also those that they wrap."""
+    while _is_same_code(function, theirs):
+        function, theirs = getattr(function, "__wrapped__", None), getattr(theirs, "__wrapped__", None)
+        if function is None or theirs is None:
+            return function is theirs
     return False
 
 
@@ -106,4 +110,5 @@ def _code(function: object) -> tuple[object, ...] | None:
 
 @cache
 def _parts(code: types.CodeType, doc: str | None) -> tuple[object, ...]:
-    return code.co_code, code.co_names, code.co_varnames, [x for x in code.co_consts if x != doc]
+    consts = [_parts(x, None) if isinstance(x, types.CodeType) else x for x in code.co_consts if x != doc]  # comprehensions
+    return code.co_code, code.co_names, code.co_varnames, consts

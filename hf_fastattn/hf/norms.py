@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..kernels.states import gated_norm
 from .llama import is_torchs
 from .rotations import called
 
@@ -51,6 +52,53 @@ class Norm(NamedTuple):
         now = (getattr(module, name, None) for name, _ in self.state)
         same = all(getattr(x, "__func__", x) == value for x, (_, value) in zip(now, self.state, strict=True))
         return (weight, bias, eps) if same and self.has == (weight is not None, bias is not None) and type(eps) is float else None
+
+
+class GatedNorm(NamedTuple):
+    """What a norm with a gate computes, in the terms of `kernels.decode.gated_norm.run`. eps, state: as in Norm."""
+
+    eps: str
+    first: bool
+    late: bool
+    state: Attributes
+
+    def inputs(self, module: torch.nn.Module) -> tuple[torch.Tensor, float, bool, bool, int] | None:
+        """The arguments of a module after x and its gate; None if someone has changed what its formula depends on."""
+        found = Norm(self.eps, (True, False), False, self.late, "", self.state).inputs(module)
+        if found is None or found[0] is None:
+            return None
+        weight, _, eps = found
+        count = getattr(module, "n_groups", 1)
+        return weight, eps, self.first, self.late, weight.numel() // getattr(module, "group_size", weight.numel() // count)
+
+
+def gated_norm_of(module: torch.nn.Module) -> GatedNorm | None:
+    """The formula of a module that also takes a gate; None if it is no such norm, or not one of the formulas."""
+    cls: Any = type(module)
+    eps = next((name for name in _EPS if type(vars(module).get(name)) is float), None)
+    if eps is None or not isinstance(cls.forward, types.FunctionType) or cls.forward.__code__.co_varnames[2:3] != ("gate",):
+        return None
+    state = _state(module) if module._parameters.keys() == {"weight"} and _size(module) else None
+    return None if state is None or called(cls.forward) else _recognise_gated(cls, cls.forward, eps, state)
+
+
+@cache
+def _recognise_gated(cls: type[torch.nn.Module], forward: Callable[..., Any], eps: str, state: Attributes) -> GatedNorm | None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    draws = torch.randn(9, 64, generator=generator, device="cpu")
+    groups = {"group_size": 32, "n_groups": 2}
+    own = {name: groups.get(name, value) for name, value in state if not callable(value)}
+    left = [GatedNorm(eps, first, late, state) for first in (False, True) for late in (False, True)]
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for dtype in _DTYPES:
+                x, gate, weight = (t.to(dtype) for t in (3 * draws[:4], draws[4:8], draws[8]))
+                out = forward(_twin(cls, weight, None, {**own, eps: 0.3}), x.clone(), gate.clone())
+                parts = 2 if groups.keys() & own.keys() else 1
+                left = [each for each in left if _equal(out, gated_norm(x, gate, weight, 0.3, each.first, each.late, parts))]
+    except Exception:  # anything that code of others may raise
+        return None
+    return left[0] if left else None
 
 
 def norm_of(module: torch.nn.Module) -> Norm | None:
@@ -114,12 +162,8 @@ def _recognise(
     cls: type[torch.nn.Module], forward: Callable[..., Any], eps: str, state: Attributes, has: tuple[bool, bool], size: int
 ) -> Norm | None:
     def run(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float) -> object:
-        twin = cls.__new__(cls)
-        torch.nn.Module.__init__(twin)
-        for name, tensor in zip(_PARAMETERS, (weight, bias), strict=True):
-            twin.register_parameter(name, None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False))
-        vars(twin).update({name: value for name, value in state if not callable(value)}, training=False, **{eps: epsilon})
-        return forward(twin, x.clone())
+        own = {name: value for name, value in state if not callable(value)}
+        return forward(_twin(cls, weight, bias, {**own, eps: epsilon}), x.clone())
 
     orders = [(late, one) for late, one in _ORDERS if (has[0] or not one) and (late or not has[1])]
     left = [
@@ -133,6 +177,16 @@ def _recognise(
     except Exception:  # anything that code of others may raise
         return None
     return left[0][0] if left else None
+
+
+def _twin(cls: Any, weight: torch.Tensor | None, bias: torch.Tensor | None, own: dict[str, Any]) -> Any:
+    """A module of a class with other parameters and attributes."""
+    twin = cls.__new__(cls)
+    torch.nn.Module.__init__(twin)
+    for name, tensor in zip(_PARAMETERS, (weight, bias), strict=True):
+        twin.register_parameter(name, None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False))
+    vars(twin).update(own, training=False)
+    return twin
 
 
 _ORDERS = ((False, ""), (True, ""), (True, "fp32"), (False, "rounded"), (True, "rounded"))  # late, one

@@ -19,7 +19,7 @@ from ..streaming import Settings, examine, forget
 from .calls.copies import copied, not_pickled
 from .calls.methods import METHODS, Generation
 from .configs import OwnConfigs
-from .fused import experts, linears, residual, subclass, sums
+from .fused import experts, linears, residual, states, subclass, sums
 from .fused import norms as fusion
 from .graphs import graphs
 from .graphs.state import MARK
@@ -140,12 +140,15 @@ class Patch:
         if not self.graph:  # linear layers are fused only in decode graphs
             found = found._replace(linears=[])
         fusion.fuse(found)
+        mixers, gated = states.fuse(model)
         joined, layers = (linears.join(model), residual.join(model)) if self.graph else ([], [])
-        self._fused = [weakref.ref(module) for modules in (*found, joined, layers) for module in modules]
+        self._fused = [weakref.ref(module) for modules in (*found, mixers, gated, joined, layers) for module in modules]
         for what, modules, before, after in (
             ("RMSNorm and LayerNorm", found.norms, "launched operation by operation", "one launch"),
             ("rotation of queries and keys", found.layers, "launched operation by operation", "one launch"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
+            ("steps of linear layers, of one token", mixers, "launched operation by operation", "two launches, the state in place"),
+            ("gated norms", gated, "launched operation by operation", "one launch"),
             ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
             ("projections of queries, keys and values, in decode graphs", joined, "three launches", "one"),
             ("residual connections, in decode graphs", layers, "two launches", "none"),
