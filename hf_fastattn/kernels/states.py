@@ -10,6 +10,11 @@ import torch
 from torch.nn.functional import silu, softplus
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32, or in fp64 if that is its dtype."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def conv_update(
     x: torch.Tensor,
     state: torch.Tensor,
@@ -21,8 +26,8 @@ def conv_update(
 ) -> torch.Tensor:
     x = x if before is None else before * x
     state.copy_(torch.cat([state[..., 1:], x[..., None]], -1))
-    y = (state.float() * weight.float()).sum(-1)
-    y = (y if bias is None else y + bias.float()).to(x.dtype)
+    y = (wide(state) * wide(weight)).sum(-1)
+    y = (y if bias is None else y + wide(bias)).to(x.dtype)
     y = silu(y) if act else y
     return y if after is None else after * y
 
@@ -32,13 +37,13 @@ def gated_delta(
 ) -> torch.Tensor:
     rows, heads, key_dim, value_dim = state.shape
     keys = (mixed.shape[-1] - heads * value_dim) // 2
-    q, k, v = mixed.float().split([keys, keys, heads * value_dim], -1)
+    q, k, v = wide(mixed).split([keys, keys, heads * value_dim], -1)
     group = heads * key_dim // keys
     q, k = (t.view(rows, -1, key_dim).repeat_interleave(group, 1) for t in (q, k))
     q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-    g = -a_log.float().exp() * softplus(a.reshape(rows, heads).float() + dt_bias.float())
-    beta = b.reshape(rows, heads).sigmoid().float()
-    old = state.float() * g.exp()[..., None, None]
+    g = -wide(a_log).exp() * softplus(wide(a.reshape(rows, heads)) + wide(dt_bias))
+    beta = wide(b.reshape(rows, heads).sigmoid())
+    old = wide(state) * g.exp()[..., None, None]
     delta = (v.view(rows, heads, value_dim) - (old * k[..., None]).sum(-2)) * beta[..., None]
     new = old + k[..., None] * delta[..., None, :]
     state.copy_(new)
@@ -60,10 +65,10 @@ def selective(
     x = x.view(rows, heads, head_dim)
     b, c = (t.reshape(rows, -1, size).repeat_interleave(heads * size // shared, 1) for t in (b, c))
     dt = softplus(dt + dt_bias.to(dt.dtype))
-    decay = torch.exp(dt.float() * -a_log.float().exp())[..., None, None]
+    decay = torch.exp(wide(dt) * -wide(a_log).exp())[..., None, None]
     new = state * decay + (dt[..., None] * b)[..., None, :] * x[..., None]
     state.copy_(new)
-    y = (new.to(c.dtype).float() * c.float()[..., None, :]).sum(-1).to(x.dtype)
+    y = (wide(new.to(c.dtype)) * wide(c)[..., None, :]).sum(-1).to(x.dtype)
     y = (y + x * d[:, None]).to(x.dtype).flatten(1)
     return y if gate is None else y * silu(gate)
 
@@ -71,8 +76,8 @@ def selective(
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, first: bool, late: bool, groups: int = 1
 ) -> torch.Tensor:
-    act, y = silu(gate.float()), x.float()
+    act, y = silu(wide(gate)), wide(x)
     y = (y * act if first else y).unflatten(-1, (groups, -1))
     y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
-    y = weight.float() * y if late else weight * y.to(x.dtype)
+    y = wide(weight) * y if late else weight * y.to(x.dtype)
     return (y if first else y * act).to(x.dtype)
