@@ -34,7 +34,8 @@ def softplus(x):
     """log(1 + exp(x)) in fp32, as torch has it: x itself above 20."""
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
-    y = tl.where(u == 1.0, e, tl.log(u) * (e / (u - 1.0)))  # without the rounding of 1 + e
+    lost = u == 1.0
+    y = tl.where(lost, e, tl.log(u) * (e / tl.where(lost, 1.0, u - 1.0)))  # without the rounding of 1 + e
     return tl.where(x > 20.0, x, y)
 
 

@@ -1,0 +1,288 @@
+"""The steps of linear layers: kernels against their twin in float64, and the layers of each family against their own code."""
+
+import copy
+import functools
+import importlib
+import re
+
+import pytest
+import torch
+from calls import DEVICE, DTYPES, runs_kernels
+from models import tiny
+from small_layers import Launches
+from tolerance import assert_close, largest
+
+import hf_fastattn
+from hf_fastattn import hf
+from hf_fastattn.kernels import HAS_TRITON
+from hf_fastattn.kernels import states as twin
+from hf_fastattn.patches.fused import states, subclass
+
+if HAS_TRITON:
+    from hf_fastattn.kernels.decode import conv_update, gated_delta, gated_norm, selective
+
+pytestmark = pytest.mark.usefixtures("seeded_without_gradients")
+
+GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+GATED |= {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_expand": 2}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2}
+ZAMBA = {"mamba_d_state": 24, "mamba_ngroups": 2, "n_mamba_heads": 8, "layers_block_type": ["mamba", "hybrid"]}
+ZAMBA |= {"num_mem_blocks": 1, "attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4}
+GRANITE = {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 32}
+CONV = {"layer_types": ["conv", "full_attention"]}
+FAMILIES = {  # the configuration, and the kernels of its linear layers
+    "qwen3_next": (GATED | EXPERTS, ("gated_delta", "gated_norm")),
+    "qwen3_5_text": (GATED, ("gated_delta", "gated_norm")),
+    "qwen3_5_moe_text": (GATED | EXPERTS, ("gated_delta", "gated_norm")),
+    "bamba": (MAMBA | {"attn_layer_indices": [1]}, ("selective", "gated_norm")),
+    "granitemoehybrid": (MAMBA | GRANITE, ("selective", "gated_norm")),
+    "falcon_h1": (MAMBA | {"mamba_d_ssm": 128, "head_dim": 16}, ("selective",)),
+    "falcon_h1, norm": (MAMBA | {"mamba_d_ssm": 128, "head_dim": 16, "mamba_rms_norm": True}, ("selective", "gated_norm")),
+    "nemotron_h": (NEMOTRON | {"layers_block_type": ["mamba", "attention"], "head_dim": 16}, ("selective", "gated_norm")),
+    "zamba2": (ZAMBA, ("selective", "gated_norm")),
+    "lfm2": (CONV, ()),
+    "lfm2_moe": (CONV | EXPERTS | {"num_dense_layers": 1}, ()),
+}
+
+
+def small(name):
+    return tiny(name.partition(",")[0], device=DEVICE, **FAMILIES[name][0])
+
+
+def modelling(family):
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def randn(*shape):
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float64)
+
+
+def cases():
+    """name: (twin, kernel, arguments in float64, index of the state)."""
+    gates, wide = randn(3, 2, 4).split(2, -1), randn(3, 3 * 70)
+    own = randn(4), randn(4), randn(4)
+    modules = conv_update, gated_delta, selective
+    conv, delta, scan = (lambda *args, module=module: module.prepared(*args).launch() for module in modules)
+    yield "conv", twin.conv_update, conv, [wide[:, :70], randn(3, 70, 4), randn(70, 4), randn(70)], 1
+    rest = [randn(3, 70, 3), randn(70, 3), None, False, wide[:, 70:140], wide[:, 140:]]
+    yield "conv of gates", twin.conv_update, conv, [wide[:, :70], *rest], 1
+    yield "delta", twin.gated_delta, delta, [randn(3, 2 * 2 * 24 + 4 * 40), *gates, *own[:2], randn(3, 4, 24, 40)], 5
+    yield "selective", twin.selective, scan, [randn(3, 4 * 16 + 4 * 24), wide[:, :4], *own, randn(3, 4, 16, 24)], 5
+    rest = [randn(3, 4), *own, randn(3, 4, 16, 24), wide[:, 70:134]]
+    yield "selective of a gate", twin.selective, scan, [randn(3, 4 * 16 + 2 * 24), *rest], 5
+    for first, late, groups in ((False, False, 1), (False, True, 3), (True, False, 3), (True, True, 1)):
+        arguments = [randn(2, 3, 48), wide.view(2, -1)[:, :144].view(2, 3, 48), randn(48), 0.1, first, late, groups]
+        yield f"norm {first} {late}", twin.gated_norm, gated_norm.run, arguments, None
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels_are_as_exact_as_their_twin(dtype):
+    eps, state_dtypes = torch.finfo(dtype).eps, {torch.float32, dtype}
+    for name, function, kernel, given, at in cases():
+        for state_dtype in state_dtypes if at == 5 else (dtype,):
+            own = [x.to(state_dtype if i == at else dtype) if isinstance(x, torch.Tensor) else x for i, x in enumerate(given)]
+            exact, peer, ours = ([x.clone() if i == at else x for i, x in enumerate(own)] for _ in range(3))
+            exact = [x.double() if isinstance(x, torch.Tensor) else x for x in exact]
+            expected, other, out = function(*exact), function(*peer), kernel(*ours)
+            assert out.dtype == dtype
+            assert_close(out.reshape(other.shape), expected, other, eps, largest(expected), name)
+            if at is not None:
+                assert_close(ours[at], exact[at], peer[at], torch.finfo(state_dtype).eps, largest(exact[at]), f"{name}, state")
+
+
+@runs_kernels
+def test_softplus_is_exact_for_small_and_large_arguments():
+    """A sum 1 + exp(x) would lose exp(x), and the decay of each of thousands of tokens with it."""
+    a = torch.tensor([-30.0, -16.0, -9.0, 0.0, 19.0, 25.0], device=DEVICE)
+    state, zero = torch.ones(1, 6, 1, 1, device=DEVICE), torch.zeros(6, device=DEVICE)
+    expected = 1 - torch.nn.functional.softplus(a.double()).neg().exp()
+    mixed, log = torch.zeros(1, 18, device=DEVICE), torch.zeros(6, device=DEVICE)
+    gated_delta.prepared(mixed, a.view(1, 6, 1), a.view(1, 6, 1), log, zero, state).launch()
+    torch.testing.assert_close(1 - state.flatten().double(), expected, atol=2e-7, rtol=1e-6)
+
+
+def layers_of(past):
+    return [x for layer in past.layers for kind in ("conv_states", "recurrent_states") for x in getattr(layer, kind, {}).values()]
+
+
+def steps(model, past, ids):
+    with Launches() as launches:
+        logits = [model(ids[:, i : i + 1], **{hf.CACHE: past}).logits for i in range(ids.shape[1])]
+    return torch.cat(logits, 1), [x.clone() for x in layers_of(past) if x is not None], launches.count
+
+
+def begun(model, rows=2):
+    ids = torch.randint(2, 128, (rows, 10), device=DEVICE)
+    return model(ids[:, :7], use_cache=True)[hf.CACHE], ids[:, 7:]
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_steps_by_kernels(name):
+    model = small(name)
+    past, ids = begun(model)
+    twin_past = copy.deepcopy(past)
+    expected, expected_states, theirs = steps(model, past, ids)
+    layers, norms = states.fuse(model)
+    logits, after, ours = steps(model, twin_past, ids)
+    torch.testing.assert_close(logits, expected, atol=5e-5, rtol=5e-5)
+    for state, right in zip(after, expected_states, strict=True):
+        torch.testing.assert_close(state, right, atol=1e-5 * largest(right), rtol=0)
+    count = len(layers) * ids.shape[1]
+    assert layers and {name.removesuffix("_kernel"): n for name, n in ours.items() if name.endswith("_kernel")} == dict.fromkeys(
+        ("conv_update", *FAMILIES[name][1]), count
+    )
+    assert sum(theirs.values()) - sum(ours.values()) >= count * (20 if FAMILIES[name][1] else 4)
+    prompt, past = model(ids, use_cache=True), model(ids, use_cache=True)[hf.CACHE]
+    subclass.restore(layers + norms)
+    assert not any(map(subclass.is_fused, model.modules()))
+    torch.testing.assert_close(model(ids).logits, prompt.logits)
+    assert past.get_seq_length() == ids.shape[1]
+
+
+def disturbed(change):
+    """(logits, states) after a step with a change of the model and its cache, with and without fused layers."""
+    model = small("qwen3_5_text")
+    past, ids = begun(model)
+    results = []
+    for fused in (False, True):
+        if fused:
+            states.fuse(model)
+        twin_past = copy.deepcopy(past)
+        options = change(model, twin_past) or {}
+        with Launches() as launches, options.pop("within", torch.no_grad)():
+            logits = model(ids[:, :1], **{hf.CACHE: twin_past}, **options).logits
+        results.append((logits.detach(), [x for x in layers_of(twin_past) if x is not None]))
+    return *results, launches.count
+
+
+def wide_state(model, past):
+    past.layers[0].recurrent_states[0] = past.layers[0].recurrent_states[0].double()
+
+
+def strided_state(model, past):
+    state = past.layers[0].recurrent_states[0]
+    past.layers[0].recurrent_states[0] = state.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def other_activation(model, past):
+    model.model.layers[0].linear_attn.activation = "gelu"
+
+
+CHANGES = {
+    "gradients": lambda model, past: {"within": torch.enable_grad},
+    "autocast": lambda model, past: {"within": lambda: torch.autocast(DEVICE, torch.bfloat16)},
+    "recording": lambda model, past: setattr(past.layers[0], "record_past", True),
+    "a state in fp64": wide_state,
+    "a strided state": strided_state,
+    "another activation": other_activation,
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_the_kernels_do_not_support_runs_the_models_own_code(name):
+    (expected, right), (logits, after), launches = disturbed(CHANGES[name])
+    assert not {"conv_update_kernel", "gated_delta_kernel"} & launches.keys()
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    assert all(map(torch.equal, after, right))
+
+
+@runs_kernels
+def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
+    model, file = small("lfm2"), modelling("lfm2")
+    past, ids = begun(model)
+    states.fuse(model)
+    own, calls = file.causal_conv1d_update, []
+    monkeypatch.setattr(file, "causal_conv1d_update", lambda *args, **options: calls.append(1) or own(*args, **options))
+    steps(model, past, ids)
+    assert len(calls) == ids.shape[1]
+
+
+@runs_kernels
+def test_rows_that_the_cache_does_not_have_are_refused_as_without_kernels():
+    model = small("qwen3_5_text")
+    past, ids = begun(model)
+    states.fuse(model)
+    kept = [x.clone() for x in layers_of(past)]
+    with pytest.raises(RuntimeError):
+        model(ids[:1].expand(3, -1)[:, :1], **{hf.CACHE: past})
+    assert all(map(torch.equal, layers_of(past), kept))
+
+
+@runs_kernels
+def test_kernels_say_why_they_refuse():
+    x, state, weight = torch.zeros(2, 8, device=DEVICE), torch.zeros(2, 8, 4, device=DEVICE), torch.zeros(8, 4, device=DEVICE)
+    for change, reason in (
+        ({"x": x[0]}, r"x is \(8,\)"),
+        ({"weight": weight[:, :1]}, r"weight is \(8, 1\)"),
+        ({"state": state[:, :, :3]}, r"state is \(2, 8, 3\)"),
+        ({"bias": x}, r"bias is \(2, 8\)"),
+        ({"before": x[:1]}, "a gate"),
+        ({"state": state.half()}, "one dtype"),
+        ({"weight": weight.clone().requires_grad_()}, "requires grad"),
+    ):
+        with torch.enable_grad():
+            why = conv_update.why_not(**{"x": x, "state": state, "weight": weight} | change)
+        assert why is not None and re.search(reason, why), why
+    assert conv_update.prepared(x, state.half(), weight) is None
+
+
+NORMS = {  # class, arguments: (gate first, late)
+    "qwen3_next": ("Qwen3NextRMSNormGated", (64,), (False, False)),
+    "qwen3_5": ("Qwen3_5RMSNormGated", (64,), (False, False)),
+    "zamba2": ("Zamba2RMSNormGated", (64, 16), (True, False)),
+    "falcon_h1": ("FalconH1RMSNormGated", (64, 1e-5, 2, True), (False, True)),
+}
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_a_gated_norm_is_recognised_by_what_it_computes(family):
+    name, arguments, formula = NORMS[family]
+    norm = getattr(modelling(family), name)(*arguments)
+    found = hf.gated_norm_of(norm)
+    assert (found.first, found.late) == formula and hf.norm_of(norm) is None
+    x, gate = torch.randn(3, 64), torch.randn(3, 64)
+    assert torch.equal(twin.gated_norm(x, gate, *found.inputs(norm)), norm(x, gate))
+    norm.activation = norm.norm_before_gate = norm.group_size = "other"  # of which each formula depends on one
+    assert found.inputs(norm) is None
+
+
+def test_other_gated_norms_are_left_alone():
+    assert hf.gated_norm_of(modelling("llama").LlamaRMSNorm(64)) is None
+    norm = modelling("qwen3_next").Qwen3NextRMSNormGated(64)
+    norm.activation = "sigmoid"
+    assert hf.gated_norm_of(norm) is None
+
+
+def test_linear_layers_are_recognised_by_their_code(monkeypatch):
+    file = modelling("qwen3_5_moe")
+    forward = file.Qwen3_5MoeGatedDeltaNet.forward
+    assert hf.mixer_of(forward) == "gated_delta"
+    assert hf.mixer_of(modelling("nemotron_h").NemotronHMamba2Mixer.forward) == "mamba2"
+    for name in ("olmo_hybrid", "jamba", "llama"):
+        cls = {"olmo_hybrid": "OlmoHybridGatedDeltaNet", "jamba": "JambaMambaMixer", "llama": "LlamaAttention"}[name]
+        assert hf.mixer_of(getattr(modelling(name), cls).forward) is None
+    wrapped = functools.wraps(forward)(lambda self, *args, **options: forward(self, *args, **options))
+    assert hf.mixer_of(wrapped) is None  # of another package
+    hf.mixer_of.cache_clear()
+    monkeypatch.setattr(file, "l2norm", lambda x, dim=-1, eps=1e-6: x)  # a function that it calls by another
+    assert hf.mixer_of(forward) is None
+    hf.mixer_of.cache_clear()
+
+
+@runs_kernels
+def test_patch_fuses_the_linear_layers_and_unpatch_restores_them():
+    model = small("falcon_h1, norm")
+    ids = {"input_ids": torch.arange(1, 12, device=DEVICE)[None], "max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(**ids)
+    with hf_fastattn.patch(model, "lean", cache=None, graph=False) as patch:
+        changes = {change.what: change.count for change in patch.changes}
+        assert changes["steps of linear layers, of one token"] == changes["gated norms"] == 2
+        with Launches() as launches:
+            assert torch.equal(model.generate(**ids), expected)
+        assert launches.count["selective_kernel"] == 2 * 2  # the prompt runs the model's own code
+    assert not any(map(subclass.is_fused, model.modules()))
