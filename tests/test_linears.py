@@ -214,7 +214,7 @@ class Projections(torch.nn.Module):
 
     def __init__(self, change=torch.nn.Identity()):  # noqa: B008
         super().__init__()
-        for name in projections.PROJECTIONS:
+        for name in projections.PROJECTIONS[0]:
             setattr(self, name, torch.nn.Linear(32, 16, bias=False, dtype=torch.float16, device=DEVICE))
         self.change = change
 

@@ -67,8 +67,16 @@ def merged(model: torch.nn.Module, shared: bool = False) -> Iterator[None]:
 
 def qualifies(model: torch.nn.Module, shared: bool = False) -> bool:
     """Whether a model has fused modules, and only modules whose launches are seen."""
+    from .states import mixer
+
     modules = list(model.modules())
-    return HAS_TRITON and any(map(subclass.is_fused, modules)) and all(_is_seen(module, shared) for module in modules)
+    # The convolution of a fused linear layer only has weights, or its launches are in `apart`.
+    ours = {id(child) for module in modules if mixer in subclass.fuses_of(type(module)) for child in module.children()}
+    return (
+        HAS_TRITON
+        and any(map(subclass.is_fused, modules))
+        and all(_is_seen(each, shared) and (id(each) in ours or not isinstance(each, _LAUNCHERS)) for each in modules)
+    )
 
 
 def _is_seen(module: torch.nn.Module, shared: bool) -> bool:
@@ -76,7 +84,7 @@ def _is_seen(module: torch.nn.Module, shared: bool) -> bool:
 
     shared: whether it may have a forward() of tensor parallelism around that.
     """
-    if not type(module).__module__.startswith(_FROM) or isinstance(module, _LAUNCHERS):
+    if not type(module).__module__.startswith(_FROM):
         return False
     tensors = (*module._parameters.values(), *module._buffers.values())
     tensors = tuple(map(hf.local, tensors)) if shared else tensors
@@ -84,6 +92,24 @@ def _is_seen(module: torch.nn.Module, shared: bool) -> bool:
         return False
     own = "forward" in vars(module) and not (shared and subclass.runs_forward_of_ranks(module))
     return not own and getattr(module, "_compiled_call_impl", None) is None
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """A context in which this thread delays nothing, for code with launches that are not seen."""
+    mode = _thread.mode
+    if mode is None:
+        yield
+        return
+    mode.flush()
+    outer = launch.thread.before, mode.append.thread.instead
+    launch.thread.before = mode.append.thread.instead = _thread.mode = None
+    mode.delays = False
+    try:
+        yield
+    finally:
+        launch.thread.before, mode.append.thread.instead = outer
+        _thread.mode, mode.delays = mode, True
 
 
 class _Thread(threading.local):
@@ -120,6 +146,7 @@ class _Delayed(TorchDispatchMode):
 
         super().__init__()  # type: ignore[no-untyped-call]
         self.kernel, self.append, self.linear = kernel, append, linear
+        self.delays = True  # except in `apart`
         self.chain: residual.Chain | None = None
         self.first: residual.Chain | None = None  # a norm alone, which the chain does not read
         self.rotation: rope.Rotation | None = None  # then there is no chain
@@ -137,7 +164,7 @@ class _Delayed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READ_NOTHING or (func is _aten.reshape.default and args[0].is_contiguous()):
+        if not self.delays or func in _READ_NOTHING or (func is _aten.reshape.default and args[0].is_contiguous()):
             return func(*args, **kwargs)
         after = self._with_layers(func, args, kwargs)
         if after is not None:

@@ -29,7 +29,8 @@ from . import delayed as merged
 from . import subclass
 from .subclass import Forward
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# Of attention layers, and of the linear layers of Qwen3.5, of which a fourth one is small.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b")
 
 
 @dataclass(slots=True)
@@ -205,10 +206,13 @@ def join(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _projections(attention: torch.nn.Module) -> list[torch.nn.Linear]:
-    """The fused projections of an attention layer; none if another module takes the place of one."""
-    found = [attention._modules.get(name) for name in PROJECTIONS]
-    layers = [layer for layer in found if isinstance(layer, torch.nn.Linear) and _is_ours(layer)]
-    return layers if len(layers) == len(found) else []
+    """The fused projections of an attention or linear layer; none if another module takes the place of one."""
+    for names in PROJECTIONS:
+        found = [attention._modules.get(name) for name in names]
+        layers = [layer for layer in found if isinstance(layer, torch.nn.Linear) and _is_ours(layer)]
+        if len(layers) == len(found):
+            return layers
+    return []
 
 
 def attention(forward: types.FunctionType) -> Forward:

@@ -19,6 +19,7 @@ import torch
 
 from ... import hf
 from ...kernels import HAS_TRITON
+from . import delayed as merged
 from . import subclass
 from .subclass import Forward
 
@@ -75,12 +76,17 @@ def mixer(forward: types.FunctionType) -> Forward:
 
     @functools.wraps(forward)
     def layer(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, hidden_states, *args, **kwargs)
         out = None
         # A function that someone has replaced in the model's file is used.
         if not args and _may_run(hidden_states) and all(names.get(name) is function for name, function in known.items()):
             states = hf.states_of(self, kwargs) if hidden_states.dim() == 3 and hidden_states.shape[1] == 1 else None
             out = None if states is None else step(self, hidden_states, *states)
-        return forward(self, hidden_states, *args, **kwargs) if out is None else out
+        if out is not None:
+            return out
+        with merged.apart():  # it may launch kernels of other packages
+            return forward(self, hidden_states, *args, **kwargs)
 
     return layer
 

@@ -7,6 +7,7 @@ cycle collection runs, and all replicas of a DataParallel would run the method o
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any, SupportsIndex
@@ -46,6 +47,11 @@ def runs_forward_of_ranks(module: torch.nn.Module) -> bool:
 
 def is_fused(module: torch.nn.Module) -> bool:
     return hasattr(type(module), _MARK)
+
+
+def fuses_of(cls: type[torch.nn.Module]) -> tuple[Fuse, ...]:
+    """What has been fused in a class, the last first."""
+    return tuple(itertools.chain(*(vars(each).get(_MARK, ()) for each in cls.__mro__)))
 
 
 def is_fused_part(module: torch.nn.Module) -> bool:
