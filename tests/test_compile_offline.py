@@ -651,7 +651,8 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     assert not waits or not weights or touches[weights - 1].start() < waits.start()
     if "ranks" in name or "gather" in name:
         check_exchange(kernel.asm["ptx"], module is merge_ranks)
-    rounds = module in (residual_sums, rope, rms_norm, conv_update, selective, gated_norm)  # products are rounded before they are added to
+    # Products are rounded before they are added to.
+    rounds = module in (residual_sums, rope, rms_norm, conv_update, selective, gated_norm)
     assert kernel.metadata.enable_fp_fusion != (rounds or module is append)
     if rounds and "ranks" not in name:
         check_stores_last(kernel.asm["ttgir"])

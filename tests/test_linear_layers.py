@@ -34,7 +34,8 @@ MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_g
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 24, "n_groups": 2}
 ZAMBA = {"mamba_d_state": 24, "mamba_ngroups": 2, "n_mamba_heads": 8, "layers_block_type": ["mamba", "hybrid"]}
 ZAMBA |= {"num_mem_blocks": 1, "attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4}
-GRANITE = {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 32}
+GRANITE = {"layer_types": ["mamba", "attention"], "num_local_experts": 2, "num_experts_per_tok": 1}
+GRANITE |= {"shared_intermediate_size": 32}
 CONV = {"layer_types": ["conv", "full_attention"]}
 FAMILIES = {  # the configuration, and the kernels of its linear layers
     "qwen3_next": (GATED | EXPERTS, ("gated_delta", "gated_norm")),

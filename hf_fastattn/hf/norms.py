@@ -65,11 +65,11 @@ class GatedNorm(NamedTuple):
     def inputs(self, module: torch.nn.Module) -> tuple[torch.Tensor, float, bool, bool, int] | None:
         """The arguments of a module after x and its gate; None if someone has changed what its formula depends on."""
         found = Norm(self.eps, (True, False), False, self.late, "", self.state).inputs(module)
-        if found is None or found[0] is None:
+        if found is None:
             return None
-        weight, _, eps = found
-        count = getattr(module, "n_groups", 1)
-        return weight, eps, self.first, self.late, weight.numel() // getattr(module, "group_size", weight.numel() // count)
+        weight: Any = found[0]
+        groups = getattr(module, "n_groups", None) or weight.numel() // getattr(module, "group_size", weight.numel())
+        return weight, found[2], self.first, self.late, int(groups)
 
 
 def gated_norm_of(module: torch.nn.Module) -> GatedNorm | None:

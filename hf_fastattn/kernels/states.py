@@ -47,7 +47,8 @@ def gated_delta(
     delta = (v.view(rows, heads, value_dim) - (old * k[..., None]).sum(-2)) * beta[..., None]
     new = old + k[..., None] * delta[..., None, :]
     state.copy_(new)
-    return (new * q[..., None]).sum(-2).mul(key_dim**-0.5).to(mixed.dtype)
+    out: torch.Tensor = (new * q[..., None]).sum(-2).mul(key_dim**-0.5).to(mixed.dtype)
+    return out
 
 
 def selective(
@@ -69,8 +70,8 @@ def selective(
     new = state * decay + (dt[..., None] * b)[..., None, :] * x[..., None]
     state.copy_(new)
     y = (wide(new.to(c.dtype)) * wide(c)[..., None, :]).sum(-1).to(x.dtype)
-    y = (y + x * d[:, None]).to(x.dtype).flatten(1)
-    return y if gate is None else y * silu(gate)
+    out: torch.Tensor = (y + x * d[:, None]).to(x.dtype).flatten(1)
+    return out if gate is None else out * silu(gate)
 
 
 def gated_norm(
@@ -80,4 +81,5 @@ def gated_norm(
     y = (y * act if first else y).unflatten(-1, (groups, -1))
     y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
     y = wide(weight) * y if late else weight * y.to(x.dtype)
-    return (y if first else y * act).to(x.dtype)
+    out: torch.Tensor = (y if first else y * act).to(x.dtype)
+    return out

@@ -62,8 +62,9 @@ def patch(
     place; "rolling" keeps the tokens that "streaming" sees, in constant memory; "auto" selects the one for the backend; None
     leaves the choice to Transformers. graph=False runs every step from Python. fuse=True replaces, on GPUs and with the model's
     roundings: norms (one launch instead of six or more), the rotation of queries and keys (one instead of ten or more), the
-    product in the MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), and, in decode graphs of
-    up to 64 tokens in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
+    product in the MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), the one-token steps of
+    layers with a recurrent state (two launches instead of forty), and, in decode graphs of up to 64 tokens in 16 bits, cuBLAS
+    in linear layers. fuse=False replaces none.
 
     kv_sharding: how ranks of tensor parallelism divide K and V of layers that keep all tokens. With "heads" each rank has the KV
     heads that it computes. With "sequence" it has a share of the tokens, with all KV heads: for models with fewer KV heads than

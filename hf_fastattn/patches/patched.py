@@ -147,7 +147,7 @@ class Patch:
             ("RMSNorm and LayerNorm", found.norms, "launched operation by operation", "one launch"),
             ("rotation of queries and keys", found.layers, "launched operation by operation", "one launch"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
-            ("steps of linear layers, of one token", mixers, "launched operation by operation", "two launches, the state in place"),
+            ("steps of linear layers, of one token", mixers, "launched operation by operation", "two launches"),
             ("gated norms", gated, "launched operation by operation", "one launch"),
             ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
             ("projections of queries, keys and values, in decode graphs", joined, "three launches", "one"),

@@ -89,9 +89,9 @@ def why_not(
 ) -> str | None:
     """The reason why these inputs need another path, or None. Arguments as in `prepared`."""
     if state.dim() != 4 or state.numel() == 0 or state.shape[0] > launch.MAX_GRID or state.shape[2] > MAX_DIM:
-        return f"state is {tuple(state.shape)}; it must be (rows, heads, key_dim, value_dim), with a key_dim of {MAX_DIM} at most."
+        return f"state is {tuple(state.shape)}; it must be (rows, heads, key_dim, value_dim), key_dim at most {MAX_DIM}."
     rows, heads, key_dim, value_dim = state.shape
-    if a.dim() != 3 or a.shape[0] != rows or a.shape[1] * a.shape[2] != heads or a.stride(2) != 1 and a.shape[2] > 1:
+    if a.dim() != 3 or a.shape[0] != rows or a.shape[1] * a.shape[2] != heads or (a.stride(2) != 1 and a.shape[2] > 1):
         return f"a is {tuple(a.shape)}; it must be ({rows}, key heads, group) of {heads} heads in all, each group contiguous."
     if (b.shape, b.stride()) != (a.shape, a.stride()):
         return f"a is {tuple(a.shape)} with strides {a.stride()}, and b {tuple(b.shape)} with {b.stride()}."
@@ -100,8 +100,11 @@ def why_not(
     if a_log.shape != (heads,) or dt_bias.shape != (heads,):
         return f"a_log is {tuple(a_log.shape)} and dt_bias {tuple(dt_bias.shape)}; both must be ({heads},)."
     if not {mixed.dtype, a.dtype, b.dtype, a_log.dtype, dt_bias.dtype, state.dtype} <= {*checks.DTYPES} or a.dtype != b.dtype:
-        return f"mixed is {mixed.dtype}, a {a.dtype}, b {b.dtype} and state {state.dtype}; a and b must share a dtype of at most 32 bits."
-    return checks.why_not_inference(state, mixed, a_log, dt_bias) or checks.why_not_inference(a[:, 0], b[:, 0], state, strided=True)
+        return (
+            f"mixed is {mixed.dtype}, a {a.dtype}, b {b.dtype} and state {state.dtype}; a and b must share one of 16 or 32 bits."
+        )
+    reason = checks.why_not_inference(state, mixed, a_log, dt_bias)
+    return reason or checks.why_not_inference(state, a[:, 0], b[:, 0], strided=True)
 
 
 def prepared(
@@ -124,8 +127,7 @@ def lines(state: torch.Tensor, count: int, least: int) -> int:
 
     Of at most TILE elements, which leave registers for eight programs on a multiprocessor.
     """
-    block = max(least, TILE * count // triton.next_power_of_2(state.shape[2] * state.shape[3]))
-    block = triton.next_power_of_2(min(block, count))
+    block: int = triton.next_power_of_2(min(count, max(least, TILE * count // (state.shape[2] * state.shape[3]))))
     while block > least and state.shape[0] * state.shape[1] * triton.cdiv(count, block) < 2 * gpu.num_sms(state.device):
         block //= 2
     return block
@@ -134,7 +136,7 @@ def lines(state: torch.Tensor, count: int, least: int) -> int:
 @launch.remember
 def _prepare(tensors: tuple[torch.Tensor, ...]) -> launch.Launch | None:
     given: Any = tensors
-    mixed, a, _, _, _, state = given
+    _, a, _, _, _, state = given
     if why_not(*given):
         return None
     rows, heads, key_dim, value_dim = state.shape

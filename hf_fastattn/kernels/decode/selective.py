@@ -90,7 +90,7 @@ def why_not(
 ) -> str | None:
     """The reason why these inputs need another path, or None. Arguments as in `prepared`."""
     if state.dim() != 4 or state.numel() == 0 or state.shape[0] > launch.MAX_GRID or state.shape[3] > MAX_DIM:
-        return f"state is {tuple(state.shape)}; it must be (rows, heads, head_dim, size), with a size of {MAX_DIM} at most."
+        return f"state is {tuple(state.shape)}; it must be (rows, heads, head_dim, size), size at most {MAX_DIM}."
     rows, heads, head_dim, size = state.shape
     groups, rest = divmod(mixed.shape[-1] - heads * head_dim, 2 * size)
     if mixed.shape[:-1] != (rows,) or rest or groups < 1 or heads % groups:
@@ -100,7 +100,7 @@ def why_not(
     if gate is not None and (gate.shape != (rows, heads * head_dim) or gate.dtype != mixed.dtype):
         return f"gate is {gate.dtype} {tuple(gate.shape)}; it must be {mixed.dtype} {(rows, heads * head_dim)}."
     if dt.dtype != mixed.dtype or not {mixed.dtype, a_log.dtype, d.dtype, dt_bias.dtype, state.dtype} <= {*checks.DTYPES}:
-        return f"mixed is {mixed.dtype}, dt {dt.dtype} and state {state.dtype}; the first two must share a dtype of at most 32 bits."
+        return f"mixed is {mixed.dtype}, dt {dt.dtype} and state {state.dtype}; the first two must share one of 16 or 32 bits."
     return checks.why_not_inference(state, mixed, a_log, d, dt_bias) or checks.why_not_inference(dt, gate, state, strided=True)
 
 

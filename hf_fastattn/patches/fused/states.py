@@ -96,9 +96,7 @@ def _may_run(*tensors: torch.Tensor | None) -> bool:
     return all(map(subclass.has_kernels, found)) and not subclass.is_autocast(found[0])
 
 
-def _convolution(
-    conv: Any, x: torch.Tensor, state: torch.Tensor, activation: object, *gates: torch.Tensor
-) -> Ready | None:
+def _convolution(conv: Any, x: torch.Tensor, state: torch.Tensor, activation: object, *gates: torch.Tensor) -> Ready | None:
     """The step of a convolution, prepared, for x (rows, 1, channels)."""
     from ...kernels.decode import conv_update
 
