@@ -658,6 +658,21 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
         check_stores_last(kernel.asm["ttgir"])
 
 
+STEPS = [name for name, (module, _) in SMALL.items() if module in (conv_update, gated_delta, selective, gated_norm)]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", slow_unless(("gated_delta, many rows", "selective, wide").__contains__, STEPS))
+def test_a_state_is_read_and_written_in_words_of_16_bytes_and_nothing_is_spilled(name, arch, tmp_path):
+    module, call = SMALL[name]
+    with compiling(module, (f"{re.split('[ ,]', name)[0]}_kernel",), arch) as compiled:
+        call()
+    binary = read(*compiled.values(), tmp_path)
+    assert binary.stack <= 8 and binary.registers <= 96  # one register may be parked; five programs fit a multiprocessor
+    if "conv" not in name:
+        assert len(re.findall(r"ld\.global\.v4\.b32", binary.ptx)) >= 2 <= len(re.findall(r"st\.global\.v4\.b32", binary.ptx))
+
+
 @pytest.mark.parametrize("arch", slow_unless((90).__eq__, SHARED_LIMIT))
 @pytest.mark.parametrize("kind", ["plain", "bias", "gated"])
 @pytest.mark.parametrize("size", slow_unless((4096).__eq__, [576, 4096, 14336]))

@@ -74,12 +74,15 @@ def gated_delta_kernel(
     b = tl.load(B + gates)
     decay = tl.exp(-tl.exp(tl.load(ALog + head).to(tl.float32)) * softplus(a))
     beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * K_DIM**-0.5
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    state *= decay
-    delta = beta * (v - tl.sum(state * k[:, None], 0))
-    out = tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * delta
-    state += k[:, None] * delta[None, :]
+    # Two sums, which do not wait for each other: of products of vectors, and of the old state with both.
+    squares, products = tl.split(tl.sum(tl.join(tl.join(q * q, k * k), tl.join(q * k, q * k)), 0))
+    of_q, of_k = tl.split(squares)
+    q_k, _ = tl.split(products)
+    read_q, read_k = tl.split(tl.sum(tl.join(state * q[:, None], state * k[:, None]), 0))
+    of_q, of_k = tl.rsqrt(of_q + 1e-6) * K_DIM**-0.5, tl.rsqrt(of_k + 1e-6)
+    delta = beta * (v - decay * of_k * read_k)
+    out = decay * of_q * read_q + of_q * of_k * q_k * delta
+    state = decay * state + (of_k * k)[:, None] * delta[None, :]
     tl.store(states, state.to(State.dtype.element_ty), mask=mask)
     tl.store(Out + (row * heads + head) * V_DIM + offs_v, out.to(Out.dtype.element_ty), mask=in_v)
 
