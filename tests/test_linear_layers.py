@@ -13,16 +13,19 @@ from calls import DEVICE, DTYPES, captured, runs_kernels
 from models import tiny
 from small_layers import Launches
 from tolerance import assert_close, largest
+from transformers import DynamicCache
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.kernels import HAS_TRITON
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.kernels import states as twin
+from hf_fastattn.kernels.host.gpu import Target
 from hf_fastattn.patches.fused import delayed as merged
 from hf_fastattn.patches.fused import linears, states, subclass
 from hf_fastattn.patches.fused import norms as fuse
 
 if HAS_TRITON:
+    from hf_fastattn.kernels.ahead.describe import describing
     from hf_fastattn.kernels.decode import conv_update, gated_delta, gated_norm, selective
 
 pytestmark = pytest.mark.usefixtures("seeded_without_gradients")
@@ -197,14 +200,15 @@ def test_what_the_kernels_do_not_support_runs_the_models_own_code(name):
 
 
 @runs_kernels
-def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
-    model, file = small("lfm2"), modelling("lfm2")
+@pytest.mark.parametrize("family, name", [("lfm2", "causal_conv1d_update"), ("qwen3_5_text", "l2norm")])
+def test_a_function_replaced_in_a_models_file_is_used(family, name, monkeypatch):
+    model, file = small(family), modelling(family.removesuffix("_text"))
     past, ids = begun(model)
     states.fuse(model)
-    own, calls = file.causal_conv1d_update, []
-    monkeypatch.setattr(file, "causal_conv1d_update", lambda *args, **options: calls.append(1) or own(*args, **options))
+    own, calls = getattr(file, name), []
+    monkeypatch.setattr(file, name, lambda *args, **options: calls.append(1) or own(*args, **options))
     steps(model, past, ids)
-    assert len(calls) == ids.shape[1]
+    assert len(calls) >= ids.shape[1]
 
 
 @runs_kernels
@@ -307,6 +311,22 @@ def test_launches_around_a_linear_layer_are_merged_in_a_graph(monkeypatch):
     assert alone["conv_update_kernel"] == 1 and not any(count["conv_update_kernel"] for count in launches[2:])
     for logits in results:
         torch.testing.assert_close(logits, results[0], atol=0.05, rtol=0.01)
+
+
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="describes compiled kernels")
+def test_kernels_are_described_without_a_gpu():
+    """As `kernels_of` lists them: on tensors without memory."""
+    layer = small("qwen3_5_text").model.layers[0].linear_attn.to("meta", torch.bfloat16)
+    layers, norms = states.fuse(layer, lambda device: True)
+    cache = DynamicCache(config=small("qwen3_5_text").config)
+    past = cache.layers[0]
+    past.conv_states[0] = torch.empty(2, layer.conv_dim, 4, device="meta", dtype=torch.bfloat16)
+    past.recurrent_states[0], past.has_previous_state[0] = torch.empty(2, 4, 16, 24, device="meta"), True
+    x, name = torch.empty(2, 1, 64, device="meta", dtype=torch.bfloat16), "cache" if hf.CACHE == "cache" else "cache_params"
+    with describing(Target(90, 132)) as found:
+        layer(x, **{name: cache})
+    assert layers == [layer] and norms == [layer.norm]
+    assert [kernel.name for kernel in found.values()] == ["conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"]
 
 
 @runs_kernels

@@ -7,6 +7,7 @@ it in other model files are recognised too: Qwen3.5's in its MoE, Bamba's in Gra
 from __future__ import annotations
 
 import importlib
+import types
 from functools import cache
 from typing import Any, Literal
 
@@ -37,27 +38,27 @@ def mixer_of(forward: object) -> Mixer | None:
     if found is None:
         return None
     kind, (_, family, name) = found
-    cls = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
-    return kind if _calls_the_same(forward, cls.forward) else None
+    theirs = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name).forward
+    ours, known = mixer_calls(forward), mixer_calls(theirs)
+    same = [name for _, name, _ in ours] == [name for _, name, _ in known] and is_same_wrapped(forward, theirs)
+    return kind if same and all(is_same_wrapped(a, b) for (*_, a), (*_, b) in zip(ours, known, strict=True)) else None
 
 
-def mixer_calls(forward: object) -> tuple[dict[str, Any], dict[str, object]]:
-    """(the global names of a forward(), those of functions that it calls)."""
-    inner = _innermost(forward)
-    return inner.__globals__, {**called(inner)}
+def mixer_calls(forward: object) -> list[tuple[dict[str, Any], str, types.FunctionType]]:
+    """(global names, name, function) of each function that a forward() calls by its name, and of those that these call."""
+    found: list[tuple[dict[str, Any], str, types.FunctionType]] = []
+    waiting = [_innermost(forward)]
+    for each in waiting:
+        found += [(each.__globals__, name, function) for name, function in called(each).items()]
+        waiting += [inner for *_, function in found if (inner := _innermost(function)) not in waiting]
+    return found
 
 
 def _innermost(function: Any) -> Any:
+    """A function within its wrappers, as of Accelerate's hooks and of deprecated arguments."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
-
-
-def _calls_the_same(function: object, theirs: object) -> bool:
-    if not is_same_wrapped(function, theirs):
-        return False
-    ours, known = called(_innermost(function)), called(_innermost(theirs))
-    return ours.keys() == known.keys() and all(_calls_the_same(ours[name], known[name]) for name in known)
 
 
 def states_of(module: Any, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None] | None:

@@ -72,7 +72,7 @@ def mixer(forward: types.FunctionType) -> Forward:
     """The forward() of a linear layer whose step is fused."""
     kind = hf.mixer_of(forward)
     assert kind is not None
-    step, (names, known) = _STEPS[kind], hf.mixer_calls(forward)
+    step, known = _STEPS[kind], hf.mixer_calls(forward)
 
     @functools.wraps(forward)
     def layer(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def mixer(forward: types.FunctionType) -> Forward:
             return forward(self, hidden_states, *args, **kwargs)
         out = None
         # A function that someone has replaced in the model's file is used.
-        if not args and _may_run(hidden_states) and all(names.get(name) is function for name, function in known.items()):
+        if not args and _may_run(hidden_states) and all(names.get(name) is called for names, name, called in known):
             states = hf.states_of(self, kwargs) if hidden_states.dim() == 3 and hidden_states.shape[1] == 1 else None
             out = None if states is None else step(self, hidden_states, *states)
         if out is not None:
