@@ -3,8 +3,9 @@
     q, k = q / |q| / sqrt(K), k / |k|;  S = exp(-exp(a_log) softplus(a + dt_bias)) S
     S = S + k (sigmoid(b) (v - k^T S))^T;  out = q^T S
 
-A program has a block of the columns of a head's state. It computes q^T S and k^T S before the update, and from them out, so no
-sum waits for another.
+A program has a block of the columns of a head's state, which it loads while conv_update, the launch before it, still runs: no
+launch since the one before conv_update may write the state. It computes q^T S and k^T S before the update, and from them out, so
+no sum waits for another.
 
 Rounds: sigmoid(b) and out, to their dtype, and S to the dtype of the state; all else is fp32. Limits: `why_not`.
 Oracle: `kernels.states.gated_delta`, and torch_recurrent_gated_delta_rule of Transformers.
@@ -53,8 +54,6 @@ def gated_delta_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK_V columns of the state of a row and head."""
-    wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
     blocks: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(0) // blocks
     key_head = head // GROUP
@@ -63,7 +62,9 @@ def gated_delta_kernel(
     in_k, in_v = offs_k < K_DIM, offs_v < V_DIM
     states = State + (row * heads + head) * (K_DIM * V_DIM) + offs_k[:, None] * V_DIM + offs_v[None, :]
     mask = in_k[:, None] & in_v[None, :]
-    state = tl.load(states, mask=mask, other=0.0).to(tl.float32)
+    state = tl.load(states, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)  # before the wait
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     keys = heads // GROUP * K_DIM
     mixed = Mixed + row * (2 * keys + heads * V_DIM)
     q = tl.load(mixed + key_head * K_DIM + offs_k, mask=in_k, other=0.0).to(tl.float32)

@@ -2,8 +2,8 @@
 
     dt = softplus(dt + dt_bias);  S = exp(-exp(a_log) dt) S + x (dt B)^T;  y = S C + D x;  out = y * silu(gate)
 
-A program has a block of the lines of a head's state. The gate is optional. As in Transformers' step, dt has no limits: those of
-a configuration (time_step_limit) hold in prompts.
+A program has a block of the lines of a head's state, and loads it as gated_delta does. The gate is optional. As in Transformers'
+step, dt has no limits: those of a configuration (time_step_limit) hold in prompts.
 
 Rounds: as the model's code: dt, its products with B and x, the S of the product with C, this product, D x, and each factor and
 sum after it, to their dtype; S to that of the state. Limits: `why_not`.
@@ -43,8 +43,6 @@ def selective_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK_P lines of the state of a row and head."""
-    wait_for_inputs(EARLY)
-    let_next_begin(EARLY)
     blocks: tl.constexpr = (HEAD_DIM + BLOCK_P - 1) // BLOCK_P
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(0) // blocks
     offs_p = tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -52,7 +50,9 @@ def selective_kernel(
     in_p, in_n = offs_p < HEAD_DIM, offs_n < SIZE
     states = State + ((row * heads + head) * HEAD_DIM + offs_p[:, None]) * SIZE + offs_n[None, :]
     mask = in_p[:, None] & in_n[None, :]
-    state = tl.load(states, mask=mask, other=0.0).to(tl.float32)
+    state = tl.load(states, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)  # before the wait
+    wait_for_inputs(EARLY)
+    let_next_begin(EARLY)
     shared = heads // GROUP * SIZE
     mixed = Mixed + row * (heads * HEAD_DIM + 2 * shared)
     x = tl.load(mixed + head * HEAD_DIM + offs_p, mask=in_p, other=0.0)

@@ -10,8 +10,9 @@ From compute capability 9.0 on, the programs of a kernel are set up while the pr
 - As a rule a kernel calls `let_next_begin` after its wait. It may call it before the wait (`residual`, before a linear layer) if
   the next launch reads nothing before its own wait but weights.
 - What was written before a launch that does not begin early, or whose programs all wait before they call `let_next_begin`, the
-  next launch may read before its own wait, past the L1 cache (the spans in the merges of `prefill_hopper` and `lean`). A launch
-  that does not begin early may call `let_next_begin` at any point.
+  next launch may read before its own wait, past the L1 cache (the spans in the merges of `prefill_hopper` and `lean`; the
+  states of `gated_delta` and `selective`, after `conv_update`). A launch that does not begin early may call `let_next_begin` at
+  any point.
 - The hardware places programs on the multiprocessor with the most free resources while programs of the previous launch still
   occupy some. A kernel that should have two programs on every multiprocessor limits its registers (`maxnreg`), so that registers
   do not decide how many programs fit. Otherwise some multiprocessors get twice their share and others none. A kernel that should
