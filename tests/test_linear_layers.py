@@ -103,13 +103,12 @@ def test_kernels_are_as_exact_as_their_twin(dtype):
 
 @runs_kernels
 def test_softplus_is_exact_for_small_and_large_arguments():
-    """A sum 1 + exp(x) would lose exp(x), and the decay of each of thousands of tokens with it."""
-    a = torch.tensor([-30.0, -16.0, -9.0, 0.0, 19.0, 25.0], device=DEVICE)
+    """A sum 1 + exp(a) would round exp(a), and with a large factor the decay."""
+    a, log = torch.tensor([[-30.0, -16.0, -9.0, 0.0, 19.0, 25.0], [10.0, 10.0, 5.0, 0.0, -3.0, -3.0]], device=DEVICE)
     state, zero = torch.ones(1, 6, 1, 1, device=DEVICE), torch.zeros(6, device=DEVICE)
-    expected = 1 - torch.nn.functional.softplus(a.double()).neg().exp()
-    mixed, log = torch.zeros(1, 18, device=DEVICE), torch.zeros(6, device=DEVICE)
-    gated_delta.prepared(mixed, a.view(1, 6, 1), a.view(1, 6, 1), log, zero, state).launch()
-    torch.testing.assert_close(1 - state.flatten().double(), expected, atol=2e-7, rtol=1e-6)
+    expected = (-log.double().exp() * torch.nn.functional.softplus(a.double())).exp()
+    gated_delta.prepared(torch.zeros(1, 18, device=DEVICE), a.view(1, 6, 1), a.view(1, 6, 1), log, zero, state).launch()
+    torch.testing.assert_close(state.flatten().double(), expected, atol=2e-6, rtol=1e-5)
 
 
 def layers_of(past):
