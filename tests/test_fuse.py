@@ -401,10 +401,10 @@ def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
 
 
 def test_other_models_are_not_imported_to_compare_with_their_code(monkeypatch):
-    for name in ("phi3", "deepseek_v3", "qwen3_5_moe"):
+    for name in ("phi3", "deepseek_v3", "qwen3_5_moe", "lfm2", "bamba"):
         monkeypatch.setitem(sys.modules, f"transformers.models.{name}.modeling_{name}", None)
     experts._routing.cache_clear()
     model = tiny("llama")
-    assert not any(
-        hf.is_phi3s_mlp(type(module).forward) or hf.routing(type(module).forward, module) for module in model.modules()
-    )
+    hf.mixer_of.cache_clear()
+    kinds = (hf.is_phi3s_mlp, hf.mixer_of, functools.partial(hf.routing, module=model))
+    assert not any(kind(type(module).forward) for module in model.modules() for kind in kinds)

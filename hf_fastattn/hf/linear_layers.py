@@ -34,8 +34,9 @@ _PACKED = ("cu_seq_lens_q", "seq_idx")  # arguments for packed sequences, which 
 @cache
 def mixer_of(forward: object) -> Mixer | None:
     """Which known code the forward() of a class has: of a layer that steps one token from its states, or None."""
-    found = next((item for item in _KNOWN.items() if reads(_innermost(forward), item[1][0])), None)
-    if found is None:
+    inner = _innermost(forward)
+    found = next((item for item in _KNOWN.items() if reads(inner, item[1][0])), None)
+    if found is None or not reads(inner, "causal_conv1d_update"):
         return None
     kind, (_, family, name) = found
     theirs = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name).forward
