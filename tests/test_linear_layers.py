@@ -93,7 +93,8 @@ def test_kernels_are_as_exact_as_their_twin(dtype):
         for state_dtype in state_dtypes if at == 5 else (dtype,):
             # A_log, D and dt_bias have the dtype of the state: models may keep them in fp32.
             wide = [i == at or (at == 5 and getattr(x, "ndim", 0) == 1) for i, x in enumerate(given)]
-            own = [x.to(state_dtype if w else dtype) if isinstance(x, torch.Tensor) else x for x, w in zip(given, wide, strict=True)]
+            dtypes = [state_dtype if each else dtype for each in wide]
+            own = [x.to(to) if isinstance(x, torch.Tensor) else x for x, to in zip(given, dtypes, strict=True)]
             exact, peer, ours = ([x.clone() if i == at else x for i, x in enumerate(own)] for _ in range(3))
             exact = [x.double() if isinstance(x, torch.Tensor) else x for x in exact]
             expected, other, out = function(*exact), function(*peer), kernel(*ours)
@@ -278,10 +279,10 @@ def test_linear_layers_are_recognised_by_their_code(monkeypatch):
         assert hf.mixer_of(getattr(modelling(name), cls).forward) is None
     wrapped = functools.wraps(forward)(lambda self, *args, **options: forward(self, *args, **options))
     assert hf.mixer_of(wrapped) is None  # of another package
-    hf.mixer_of.cache_clear()
     monkeypatch.setattr(file, "l2norm", lambda x, dim=-1, eps=1e-6: x)  # a function that it calls by another
     assert hf.mixer_of(forward) is None
-    hf.mixer_of.cache_clear()
+    monkeypatch.undo()
+    assert hf.mixer_of(forward) == "gated_delta"
 
 
 @runs_kernels

@@ -31,18 +31,22 @@ _CACHES = (*CACHES, "cache_params")
 _PACKED = ("cu_seq_lens_q", "seq_idx")  # arguments for packed sequences, which one token cannot be
 
 
-@cache
 def mixer_of(forward: object) -> Mixer | None:
     """Which known code the forward() of a class has: of a layer that steps one token from its states, or None."""
     inner = _innermost(forward)
     found = next((item for item in _KNOWN.items() if reads(inner, item[1][0])), None)
     if found is None or not reads(inner, "causal_conv1d_update"):
         return None
-    kind, (_, family, name) = found
+    return found[0] if _is_known(forward, tuple(function for *_, function in mixer_calls(forward)), *found[1][1:]) else None
+
+
+@cache
+def _is_known(forward: object, calls: tuple[types.FunctionType, ...], family: str, name: str) -> bool:
+    """Whether a forward() has the code of a class, and so have all functions that it calls, which are `calls`."""
     theirs = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name).forward
-    ours, known = mixer_calls(forward), mixer_calls(theirs)
-    same = [name for _, name, _ in ours] == [name for _, name, _ in known] and is_same_wrapped(forward, theirs)
-    return kind if same and all(is_same_wrapped(a, b) for (*_, a), (*_, b) in zip(ours, known, strict=True)) else None
+    known = [function for *_, function in mixer_calls(theirs)]
+    same = len(calls) == len(known) and is_same_wrapped(forward, theirs)  # names are part of the code
+    return same and all(map(is_same_wrapped, calls, known))
 
 
 def mixer_calls(forward: object) -> list[tuple[dict[str, Any], str, types.FunctionType]]:
