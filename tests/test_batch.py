@@ -190,9 +190,11 @@ def test_ends(seen):
     plain = alone(model, texts)
     ends = [plain[0][0], plain[1][3]]  # the first token of a text ends it
     expected = alone(model, texts, options(eos_token_id=ends))
+    of_tensor = options(eos_token_id=torch.tensor(ends))
     limits = [1, 2, 3, NEW] * 3
     with hf_fastattn.patch(model):
         assert tokens(model.generate_batch(texts, options(eos_token_id=ends), sizes())) == expected
+        assert tokens(model.generate_batch(texts, of_tensor, sizes())) == expected
         found = model.generate_batch(texts, options(), sizes(), max_new_tokens=limits[: len(texts)])
     assert tokens(found) == [each[:limit] for each, limit in zip(plain, limits, strict=False)]
     assert all(result.is_finished() and result.error is None for result in found.values())
@@ -308,25 +310,45 @@ def test_other_weights_and_threads(seen):
     assert found[0] == found[1] == alone(model, texts) != first
 
 
-def test_weights_that_change_in_a_call(seen):
-    """Pages of old weights are found by no text that is read later."""
-    model = tiny("llama", "eager")
-    start = prompts(40)[0]
-    texts = [[*start, 5], [*start, 6], [*start, 7]]
+def scale(model):
+    for parameter in model.parameters():
+        parameter.mul_(1.3)
 
-    class Changes(Interrupts):
-        def __call__(self, input_ids, scores):
-            self.calls += 1
-            if self.calls == 1:
-                with torch.no_grad():
-                    model.lm_head.weight.mul_(1.0)
-            return scores
 
-    with hf_fastattn.patch(model):
-        model.generate_batch(texts, options(), sizes(max_requests_per_batch=1), logits_processor=[Changes()])
-        changed = seen[0].shared
-        model.generate_batch(texts, options(), sizes(max_requests_per_batch=1))
-    assert changed < seen[1].shared == 64
+def replace(model):
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(parameter.detach() * 1.3)
+
+
+def switch(model):  # as an adapter is
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+class Changes(Interrupts):
+    def __init__(self, model, change, at):
+        self.model, self.change, self.at = model, change, at
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == self.at:
+            with torch.no_grad():
+                self.change(self.model)
+        return scores
+
+
+@pytest.mark.parametrize("change", [scale, replace, switch])
+def test_a_model_that_changes_in_a_call(change, seen):
+    """Pages that the old model has written are found by no text that is read later, also if their text is still being read."""
+    (start,) = prompts(60)
+    for rows, at, texts in ((1, 1, [[*start, 5], [*start, 6]]), (3, 2, [start[:3], [*start, 5], [7, 8], [*start, 9]])):
+        model = tiny("llama", "eager")
+        with hf_fastattn.patch(model):
+            for _ in range(2):
+                made = Changes(model, change, at)
+                found = model.generate_batch(texts, options(), sizes(max_requests_per_batch=rows), logits_processor=[made])
+                assert tokens(found)[-1] == alone(model, texts[-1:])[0]
 
 
 def test_stop_strings(seen):
@@ -359,12 +381,41 @@ def test_stop_strings(seen):
         ([[1]], {"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
         ([[1]], {"stop_strings": ["a"]}, "pass tokenizer="),
         ([[1]], {"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
+        ([[1]], {"continuous_batching_config": sizes(num_blocks=2.5)}, "must be an integer above 0; got 2.5"),
+        ([[1]], {"cache_implementation": "static"}, "does not support cache_implementation='static'"),
+        ([[1]], {"assistant_early_exit": 1}, "does not support assistant_early_exit=1"),
     ],
 )
 def test_refusals(texts, more, error):
     model = tiny("llama", "eager")
     with hf_fastattn.patch(model), pytest.raises((ValueError, TypeError), match=error):
         model.generate_batch(texts, options(), **more)
+
+
+@pytest.mark.parametrize("family", ["opt", "gptj"])
+def test_texts_beyond_the_table_of_positions(family, seen):
+    model_type, own = ALL[family]
+    model = tiny(model_type, "eager", **own | {"max_position_embeddings": 32})
+    if family == "gptj" and number_of(hf.VERSION) < (5, 24):
+        pytest.skip("its code computes attention itself, and cannot be patched")
+    most = model.config.max_position_embeddings
+    texts, config = prompts(most - NEW + 1), sizes(max_batch_tokens=most)
+    with hf_fastattn.patch(model):
+        assert tokens(model.generate_batch(texts, options(), config)) == alone(model, texts)
+        with pytest.raises(ValueError, match=rf"may have {most + 2} tokens, and this .* has a table of {most} positions"):
+            model.generate_batch([[5, *texts[0]]], options(), config)
+
+
+def test_autocast(seen):
+    model, texts = tiny("llama", "eager"), prompts(20)
+    with hf_fastattn.patch(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = alone(model, texts)
+            for _ in range(2):
+                assert tokens(model.generate_batch(texts, options(), sizes())) == expected
+        model.generate_batch(texts, options(), sizes())
+    first, second, last = (each.storage for each in seen)
+    assert first is second is not last and first.layers[0].dtype == torch.bfloat16
 
 
 def test_no_prompts_and_one_token():
@@ -415,7 +466,7 @@ def test_a_step_costs_the_host_the_same_for_any_number_of_rows():
             storage.step()
             return types.SimpleNamespace(logits=torch.zeros(rows, 1, 8))
 
-        made = job.loop_of(model, storage, settings, decode, decode)
+        made = job.loop_of(model, storage, settings, decode, decode, lambda: 0)
         texts = [Row(f"{index}", [5] * 17, NEW, pages=made.pages.take(2), done=17, launched=1) for index in range(rows)]
         made._place(texts, torch.ones(rows, dtype=torch.long))
         made.step()

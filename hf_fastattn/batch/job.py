@@ -28,6 +28,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "penalty_alpha": (None,),
     "prompt_lookup_num_tokens": (None,),
     "use_mtp": (None, False),
+    "speculation_type": (None,),
+    "assistant_early_exit": (None,),
     "dola_layers": (None,),
     "guidance_scale": (None, 1, 1.0),
     "max_time": (None,),
@@ -130,7 +132,8 @@ def settings_of(
             f"generate_batch() does not support {', '.join(map(repr, others))}. It takes the fields of a GenerationConfig, "
             "max_new_tokens (a number, or one for each prompt), tokenizer and logits_processor; for others use generate()."
         )
-    for name, neutral in _REFUSED.items():
+    own = model.generation_config.cache_implementation  # the default of the checkpoint, which patch() replaces
+    for name, neutral in (_REFUSED | {"cache_implementation": (None, own)}).items():
         if (value := getattr(config, name, None)) not in neutral:
             raise ValueError(f"generate_batch() does not support {name}={value!r:.60}. Leave it out, or use generate().")
     if config.stop_strings and known["tokenizer"] is None:
@@ -142,10 +145,16 @@ def settings_of(
         if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
             raise ValueError(f"max_new_tokens counts new tokens: an integer, at least 1; got {count!r} for prompt {index}.")
     longest = max(map(lambda ids, count: len(ids) + count, prompts, new))
+    name = type(model).__name__
     if (most := hf.longest_rotated(model)) is not None and longest > most:
         raise ValueError(
-            f"A text of this call may have {longest} tokens, and the rotary frequencies of this {type(model).__name__} change "
-            f"for all rows of a batch at {most}. Ask for at most {most} tokens with the prompt, or use generate()."
+            f"A text of this call may have {longest} tokens, and the rotary frequencies of this {name} change for all rows of a "
+            f"batch at {most}. Ask for at most {most} tokens with the prompt, or use generate()."
+        )
+    if (most := hf.longest_embedded(model)) is not None and longest - 1 > most:  # the last token is not read
+        raise ValueError(
+            f"A text of this call may have {longest} tokens, and this {name} has a table of {most} positions. Ask for at most "
+            f"{most + 1} tokens with the prompt."
         )
     size = SIZE if batching is None else hf.page_size_of(batching)
     if size not in SIZES:
@@ -174,8 +183,11 @@ def settings_of(
 
 def _given(batching: hf.ContinuousBatchingConfig | None, name: str) -> Any:
     value = getattr(batching, name, None)
-    if value is not None and not value > 0:
-        raise ValueError(f"{name} of the ContinuousBatchingConfig must be above 0; got {value!r}.")
+    whole = name == "max_memory_percent" or isinstance(value, Integral)
+    if value is not None and not (whole and value > 0):
+        raise ValueError(
+            f"{name} of the ContinuousBatchingConfig must be {'' if whole else 'an integer '}above 0; got {value!r}."
+        )
     return value
 
 
@@ -200,14 +212,17 @@ def is_short(model: hf.PreTrainedModel, settings: Settings) -> bool:
 
 
 def loop_of(
-    model: hf.PreTrainedModel, storage: PagedStorage, settings: Settings, decode: Callable[..., Any], read: Callable[..., Any]
+    model: hf.PreTrainedModel,
+    storage: PagedStorage,
+    settings: Settings,
+    decode: Callable[..., Any],
+    read: Callable[..., Any],
+    fingerprint: Callable[[], object],
 ) -> Loop:
-    """The loop of a job over an empty storage."""
+    """The loop of a job over an empty storage. Its arguments are those of `Loop`."""
     config = settings.config
     picker = Picker(model, config, settings.processors, settings.logprobs)
     picker.make_room(storage.most_rows, storage.width * storage.pages.size + 1, model.device)
-    eos = config.eos_token_id
-    parameters = [*model.parameters()]
     return Loop(
         storage,
         picker,
@@ -216,10 +231,10 @@ def loop_of(
         keeps=hf.takes_argument(model, KEEP),
         most=settings.rows,
         budget=settings.budget,
-        ends=[] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos],
+        ends=hf.ends_of(config),
         stops=hf.stop_check(config, settings.tokenizer),
         share=settings.share,
-        fingerprint=lambda: [(p.data_ptr(), p._version if not p.is_inference() else 0) for p in parameters],
+        fingerprint=fingerprint,
     )
 
 

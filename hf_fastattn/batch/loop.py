@@ -40,7 +40,7 @@ class Loop:
 
     decode: a forward of one token of each row. read: a forward of prompts. keeps: whether the model takes logits_to_keep.
     most: the most rows. budget: the most tokens of prompts in a step. ends, stops: what ends a text. share: whether texts share
-    pages. fingerprint: a value that changes with the weights. results: of finished requests, by id.
+    pages. fingerprint: a value that changes with the model. results: of finished requests, by id.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Loop:
 
     def _drop(self, row: Row) -> None:
         self.pages.drop(row.pages)
-        row.pages, row.done = [], 0
+        row.pages, row.done, row.old = [], 0, False
 
     # ---- one step ----
 
@@ -244,9 +244,11 @@ class Loop:
         if (now := self.fingerprint()) != self.weights:
             self.pages.forget_all()
             self.weights = now
+            for row in self.reading:
+                row.old = True
 
     def _note(self, row: Row, coming: set[Key]) -> None:
-        if self.share and (key := self.pages.match(row.ids)[1]) is not None:
+        if self.share and not row.old and (key := self.pages.match(row.ids)[1]) is not None:
             coming.add(key)
 
     def _restart(self) -> None:
@@ -298,7 +300,7 @@ class Loop:
             self.storage.prompts = None
         for row, count in parts:
             row.done += count
-            if self.share:
+            if self.share and not row.old:
                 self.pages.publish(row.ids, row.pages, row.done)
         if ended:
             self._admit([part.row for part in ended], logits if self.keeps else logits[kept])

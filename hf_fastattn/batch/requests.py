@@ -22,7 +22,8 @@ class Row:
     """One text. prompt: its ids. limit: the most new tokens. copies: how many texts continue it, each from a token of its own.
 
     new: the new ids that the host has read. launched: number of new tokens whose steps have begun. done: tokens whose K and V
-    have been written, or will be by a step that has begun. pages: those that hold them.
+    have been written, or will be by a step that has begun. pages: those that hold them. old: whether weights that have changed
+    since have read some of them.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Row:
     done: int = 0
     launched: int = 0
     ended: bool = False
+    old: bool = False
     made: float = field(default_factory=time.perf_counter)
     begun: float = -1.0
 

@@ -49,8 +49,16 @@ class PagedLayer(Buffered):
     def write(self, rows: Ragged, *states: torch.Tensor) -> Pair:
         """Store K and V (batch, num_kv_heads, q_len, head_dim) of a step, and return those to attend to."""
         refuse_gradient(*states)
+        kind = states[0].device.type
+        if torch.is_autocast_enabled(kind):  # attention casts queries so, and a part of the model's operations K or V
+            states = tuple(x.to(torch.get_autocast_dtype(kind)) for x in states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
+        if states[0].dtype != self.dtype:
+            raise ValueError(
+                f"The pages of this model hold {self.dtype}, and it computes K and V in {states[0].dtype} now. Call "
+                "hf_fastattn.unpatch() and patch() on it: new pages have the new dtype."
+            )
         for pool, x in zip(self.buffers, states, strict=True):
             pool[rows.pages, :, rows.slots] = x.transpose(1, 2).flatten(0, 1)
         rows.stored += 1
@@ -82,6 +90,7 @@ class PagedStorage(Storage):
 
     takes_mask = False
     layers: list[PagedLayer]
+    made_for: tuple[torch.dtype | None, ...] = ()
 
     def __init__(self, layers: int, pages: int, size: int, most_rows: int, width: int, device: torch.device):
         self.pages = Pages(pages, size)
@@ -112,9 +121,9 @@ class PagedStorage(Storage):
     def variant(self) -> int:
         return self.bucket
 
-    def fits(self, dtype: torch.dtype, layers: int) -> bool:
-        """Whether its pools, if there are any yet, hold states of this dtype in so many layers."""
-        return len(self.layers) == layers and all(not layer.is_initialized or layer.dtype == dtype for layer in self.layers)
+    def fits(self, dtypes: tuple[torch.dtype | None, ...], layers: int) -> bool:
+        """Whether it was made for a model of so many layers and for these dtypes, of its weights and of autocast."""
+        return len(self.layers) == layers and self.made_for == dtypes
 
     def states(self) -> list[torch.Tensor]:
         return [self.lengths]

@@ -19,6 +19,8 @@ __all__ = [
     "GenerationOutput",
     "RequestStatus",
     "batch_settings",
+    "ends_of",
+    "longest_embedded",
     "longest_rotated",
     "page_size_of",
     "processors_of",
@@ -103,6 +105,28 @@ def longest_rotated(model: PreTrainedModel) -> int | None:
                 rope = config.rope_parameters if layer is None else config.rope_parameters[layer]
                 found.append(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
     return min(found, default=None)
+
+
+def longest_embedded(model: PreTrainedModel) -> int | None:
+    """The number of positions of which the model has a table, learned or computed before; None if it has none. What indexes it
+    beyond its end ends the process on a GPU."""
+    config: Any = model.config.get_text_config(decoder=True)
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    words = model.get_input_embeddings()
+    for module in model.modules():
+        tables = [buffer for buffer in module._buffers.values() if buffer is not None and buffer.dim() == 2]
+        if isinstance(module, torch.nn.Embedding) and module is not words:
+            tables.append(module.weight)
+        if any(len(table) - getattr(module, "offset", 0) == limit for table in tables):
+            return limit
+    return None
+
+
+def ends_of(config: GenerationConfig) -> list[int]:
+    """The ids of which each ends a text."""
+    eos: Any = config.eos_token_id
+    eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
+    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
 
 def takes_argument(model: PreTrainedModel, name: str) -> bool:

@@ -14,6 +14,8 @@ from ...batch.loop import BUCKETS
 from ...caches import forward
 from ...caches.paged import PagedStorage
 from ..graphs import graphs
+from ..graphs.snapshot import Last
+from ..graphs.state import Uncapturable
 from .forwards import Forwards
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ class Batches:
         storage = self._storage(model, settings)
         forward.free_for_training(model, pool)
         try:
-            loop = job.loop_of(model, storage, settings, *self._forwards(model, storage, settings))
+            loop = job.loop_of(model, storage, settings, *self._forwards(model, storage, settings), fingerprint_of(model))
             with hf.progress(len(prompts) * settings.copies, progress_bar) as progress:
                 return job.run(loop, prompts, settings, stamped, progress)
         finally:
@@ -133,7 +135,8 @@ class Batches:
 
     def _storage(self, model: hf.PreTrainedModel, settings: job.Settings) -> PagedStorage:
         """An empty storage for this call: an idle one that is large enough, or a new one."""
-        caches = self.__self__.caches
+        caches, kind = self.__self__.caches, model.device.type
+        dtypes = model.dtype, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
         def fits(storage: Any) -> bool:
             return bool(
@@ -141,14 +144,16 @@ class Batches:
                 and storage.most_rows >= settings.rows
                 and storage.width >= settings.width
                 and storage.tables.device == model.device
-                and storage.fits(model.dtype, len(caches.kinds))
+                and storage.fits(dtypes, len(caches.kinds))
             )
 
         if (found := caches.pool.lend(-settings.size, fits)) is None:
             if job.is_short(model, settings):
                 caches.pool.clear()
             rows = next((size for size in BUCKETS if size >= settings.rows), settings.rows)
-            return PagedStorage(len(caches.kinds), settings.pages, settings.size, rows, settings.width, model.device)
+            made = PagedStorage(len(caches.kinds), settings.pages, settings.size, rows, settings.width, model.device)
+            made.made_for = dtypes
+            return made
         assert isinstance(found, PagedStorage)
         found.reset()
         return found
@@ -183,3 +188,18 @@ class Batches:
             return run(**given)
 
         return decode, read
+
+
+def fingerprint_of(model: hf.PreTrainedModel) -> Callable[[], object]:
+    """A function whose result changes with the state of the model (its tensors, adapters and attributes), and when an operation
+    writes a weight in place. It does not see writes by `.data`."""
+    last = Last()
+
+    def fingerprint() -> object:
+        try:
+            state, tensors = last.current(model)
+        except Uncapturable:
+            state, tensors = None, [*model.parameters(), *model.buffers()]
+        return state, [(id(each), each.data_ptr(), 0 if each.is_inference() else each._version) for each in tensors]
+
+    return fingerprint
