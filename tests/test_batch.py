@@ -418,6 +418,16 @@ def test_autocast(seen):
     assert first is second is not last and first.layers[0].dtype == torch.bfloat16
 
 
+def test_refused_models():
+    model = tiny("jetmoe", "eager", kv_channels=16, num_local_experts=2, num_experts_per_tok=2)
+    with hf_fastattn.patch(model):
+        with pytest.raises(ValueError, match="changes K and V after they are stored in pages"):
+            model.generate_batch([[5, 6]], options(), sizes())
+        model.config.cross_attention_layers = [1]  # as in Mllama
+        with pytest.raises(ValueError, match="has layers that attend to an image"):
+            model.generate_batch([[5, 6]], options(), sizes())
+
+
 def test_no_prompts_and_one_token():
     model = tiny("llama", "eager")
     expected = alone(model, [[7]])
@@ -459,15 +469,15 @@ def test_a_step_costs_the_host_the_same_for_any_number_of_rows():
     """Tables, lengths and ids are on the device: a step in which no row begins a page, ends or comes launches a handful."""
     model, found = tiny("llama", "eager"), []
     for rows in (4, 64):
-        storage = paged.PagedStorage(2, 2 * rows + 1, 16, rows, 2, torch.device("cpu"))
-        settings = job.Settings(options(), [NEW] * rows, 16, rows, 2 * rows + 1, 2, 64, True, False, None, None)
+        storage = paged.PagedStorage([None] * 2, [2 * rows + 1], 16, rows, 2, torch.device("cpu"))
+        settings = job.Settings(options(), [NEW] * rows, 16, rows, [None] * 2, [2 * rows + 1], 2, 64, True, False, None, None)
 
         def decode(storage=storage, rows=rows, **given):
             storage.step()
             return types.SimpleNamespace(logits=torch.zeros(rows, 1, 8))
 
         made = job.loop_of(model, storage, settings, decode, decode, lambda: 0)
-        texts = [Row(f"{index}", [5] * 17, NEW, pages=made.pages.take(2), done=17, launched=1) for index in range(rows)]
+        texts = [Row(f"{index}", [5] * 17, NEW, pages=[made.pages.all.take(2)], done=17, launched=1) for index in range(rows)]
         made._place(texts, torch.ones(rows, dtype=torch.long))
         made.step()
         with Counts() as counts:
@@ -480,8 +490,8 @@ def test_pages():
     pages, text = Pages(8, 4), [*range(20)]
     first = pages.take(5)
     pages.publish(text, first, 12)  # three of them are written
-    found, key = pages.match(text)
-    assert found == first[:3] and key == (first[2], tuple(text[12:16]))
+    found, keys = pages.match(text)
+    assert found == first[:3] and keys[3] == (first[2], tuple(text[12:16]))
     assert pages.match(text[:12])[0] == first[:2]  # one token is left to read
     assert pages.match([99, *text[1:]])[0] == [] and pages.match([*text[:7], 99, *text[8:]])[0] == first[:1]
     pages.drop(first)
@@ -489,6 +499,57 @@ def test_pages():
     pages.share(first[:1])
     assert len(pages.take(6)) == 6 and pages.take(1) is None  # the end of the text is forgotten, its beginning is in use
     assert pages.match(text)[0] == first[:1]
+
+
+def test_pages_are_published_when_they_are_written(seen, monkeypatch):
+    model, texts, written = tiny("llama", "eager"), ragged(), set()
+    expected = alone(model, texts)
+    write, publish, take = paged.PagedLayer.write, Pages.publish, Pages.take
+
+    def writes(self, rows, *states):
+        written.update(zip(rows.pages[0].tolist(), rows.slots.tolist(), strict=True))
+        return write(self, rows, *states)
+
+    def takes(self, count):
+        taken = take(self, count)
+        written.difference_update((page, slot) for page in taken or () for slot in range(self.size))
+        return taken
+
+    def publishes(self, ids, pages, tokens):
+        assert {(pages[place // self.size], place % self.size) for place in range(tokens)} <= written
+        return publish(self, ids, pages, tokens)
+
+    for cls, name, ours in ((paged.PagedLayer, "write", writes), (Pages, "publish", publishes), (Pages, "take", takes)):
+        monkeypatch.setattr(cls, name, ours)
+    with hf_fastattn.patch(model):
+        for blocks in (None, 6):
+            found = model.generate_batch(texts, options(), sizes(num_blocks=blocks, max_batch_tokens=20))
+            assert tokens(found) == expected and seen[-1].shared > 0
+
+
+WINDOWS = ("mistral_window_below_prompt", "qwen2", "gpt_oss")
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_pages_behind_a_window_return(family, seen, monkeypatch):
+    """Prompts are read in parts of 24 tokens, and a query sees 16: pages of 16 tokens hold them in 2 pages, and new ones in 2."""
+    model_type, own = FAMILIES[family]
+    model, (start,), most = tiny(model_type, "eager", **own), prompts(120), [0, 0]
+    texts = [[*start, 5], [*start[:95], 7], start[:3], [*start, 6]]
+    expected = alone(model, texts, options(max_new_tokens=20))
+    read = job.Loop._read
+
+    def reads(self, parts):
+        most[:] = [max(pair) for pair in zip(most, (pool.in_use for pool in self.pages.each), strict=True)]
+        return read(self, parts)
+
+    monkeypatch.setattr(job.Loop, "_read", reads)
+    with hf_fastattn.patch(model):
+        for rows, blocks in ((1, 4 if family == WINDOWS[0] else None), (3, None)):
+            config = sizes(num_blocks=blocks, max_requests_per_batch=rows)
+            assert tokens(model.generate_batch(texts, options(max_new_tokens=20), config)) == expected
+            assert most[1] <= 4 * rows and most[0] >= 8
+            assert blocks or seen[-1].shared > 80  # also pages that had returned
 
 
 def test_a_page_is_not_found_behind_one_that_is_forgotten():

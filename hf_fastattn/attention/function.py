@@ -50,6 +50,7 @@ def attention_forward(
         mask = packed.of_prompts(backend, mask, prompts, query)
     if (rows := steps.ragged()) is not None:
         rows.check(mask)
+        refuse.other_than_pages(key, value)
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)
     window, sinks, inv_freq, interleaved = None, 0, None, False

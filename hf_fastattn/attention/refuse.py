@@ -11,6 +11,7 @@ from .. import hf
 from ..hf import warn_once
 from ..kernels.spec import KV, is_plain
 from . import masks
+from . import step as steps
 
 
 def sizes_of(mask: masks.Mask) -> masks.Sizes:
@@ -107,3 +108,10 @@ def weights(name: str) -> None:
         f"{name!r} never forms the attention weights that output_attentions=True requests. "
         'Load the model with attn_implementation="eager" to get them.'
     )
+
+
+def other_than_pages(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse K and V that are not those of the pages to which the model's cache has written, as of a model that repeats heads."""
+    step = steps.innermost()
+    if step is not None and step.kv is not None and is_plain(steps.kv_of(key, value).form):
+        raise ValueError("The model changes K and V after they are stored in pages, where attention reads them. Use generate().")

@@ -10,7 +10,8 @@ import torch
 
 from .. import hf
 from ..caches.layers import free_bytes
-from ..caches.paged import PagedStorage
+from ..caches.paged import PagedStorage, windows_of
+from ..caches.pages import Pool
 from .loop import KEEP, Loop
 from .pick import Picker
 from .requests import BatchError, Row
@@ -51,13 +52,15 @@ _TAKES = "generate_batch() takes a list of prompts, each a list of ids (int)"
 
 
 class Settings(NamedTuple):
-    """What a job needs besides its prompts. config: of generation. new: the most new tokens of each prompt."""
+    """What a job needs besides its prompts. config: of generation. new: the most new tokens of each prompt. windows: of each
+    layer; None if it sees all tokens. pages: numbers of pages, for layers of each of windows_of(windows)."""
 
     config: hf.GenerationConfig
     new: list[int]
     size: int
     rows: int
-    pages: int
+    windows: list[int | None]
+    pages: list[int]
     width: int
     budget: int
     share: bool
@@ -77,6 +80,8 @@ def why_not(model: hf.PreTrainedModel, kinds: Sequence[hf.Kind], others: str | N
         return others
     if getattr(config, "qk_nope_head_dim", None):
         return "it caches latents (MLA), which pages do not hold yet"
+    if getattr(config, "cross_attention_layers", None):
+        return "it has layers that attend to an image, which pages do not hold"
     if any(kind.name not in ("full", "window") for kind in kinds):
         return "it has recurrent states, which pages do not hold"
     if len({parameter.device for parameter in model.parameters()}) > 1:
@@ -109,9 +114,10 @@ def settings_of(
     generation_config: hf.GenerationConfig | None,
     batching: hf.ContinuousBatchingConfig | None,
     kwargs: dict[str, Any],
+    kinds: Sequence[hf.Kind],
     held: int = 0,
 ) -> Settings:
-    """The settings of a call. held: bytes that can be freed for its pages.
+    """The settings of a call. kinds: of the layers. held: bytes that can be freed for its pages.
 
     Raises ValueError and TypeError, with the reason, for what it would ignore.
     """
@@ -161,19 +167,30 @@ def settings_of(
         raise ValueError(f"A page has {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} tokens; got page_size={size}.")
     copies = config.num_return_sequences or 1
     rows = _given(batching, "max_requests_per_batch") or min(MOST_ROWS, len(prompts) * copies)
-    needs = sorted(
-        (-(-(len(ids) + count) // size) for ids, count in zip(prompts, new, strict=True) for _ in range(copies)), reverse=True
+    longest_first = sorted(
+        (len(ids) + count for ids, count in zip(prompts, new, strict=True) for _ in range(copies)), reverse=True
     )
     share = _given(batching, "max_memory_percent") or SHARE
-    pages = _given(batching, "num_blocks") or _affordable(model, sum(needs[:rows]), size, share, held)
+    budget = _given(batching, "max_batch_tokens") or config.prefill_chunk_size or BUDGET
+    windows = [kind.window for kind in kinds]
+    pages = _needed(longest_first[:rows], windows, size, budget)
+    held_pages = range(0 if None in windows else 1, len(pages))  # those that take memory
+    if (given := _given(batching, "num_blocks")) is not None:
+        for index in held_pages:
+            pages[index] = given if index == 0 else min(given, pages[index])
+    elif (free := free_bytes(model.device)) is not None:
+        part = (free + held) * share / bytes_of(model, windows, size, pages)
+        for index in held_pages:
+            pages[index] = max(1, min(pages[index], int(pages[index] * part)))
     return Settings(
         config,
         [int(count) for count in new],
         size,
         rows,
-        pages + 1,
-        needs[0],
-        _given(batching, "max_batch_tokens") or config.prefill_chunk_size or BUDGET,
+        windows,
+        [count + 1 for count in pages],
+        -(-longest_first[0] // size),
+        budget,
         bool(getattr(batching, "allow_block_sharing", True)),
         bool(getattr(batching, "return_logprobs", False)),
         known["tokenizer"],
@@ -191,24 +208,25 @@ def _given(batching: hf.ContinuousBatchingConfig | None, name: str) -> Any:
     return value
 
 
-def bytes_of_token(model: hf.PreTrainedModel) -> int:
-    """The bytes of K and V of one token in all layers."""
-    shapes = hf.layer_shapes(model.config)
-    return sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) for shape in shapes) * model.dtype.itemsize
+def _needed(texts: list[int], windows: Sequence[int | None], size: int, budget: int) -> list[int]:
+    """The pages of texts of these lengths, for layers of each window, with those that a forward of `budget` tokens writes."""
+    pools = [Pool(1, size, window) for window in windows_of(windows)]
+    full = sum(map(pools[0].needed, texts))
+    return [full, *(min(full, sum(pool.needed(text) + 1 for text in texts) + -(-budget // size)) for pool in pools[1:])]
 
 
-def _affordable(model: hf.PreTrainedModel, needed: int, size: int, share: float, held: int) -> int:
-    """As many of the needed pages as fit into the free memory."""
-    free = free_bytes(model.device)
-    if free is None:
-        return needed
-    return max(1, min(needed, int((free + held) * share) // (bytes_of_token(model) * size)))
+def bytes_of(model: hf.PreTrainedModel, windows: Sequence[int | None], size: int, pages: Sequence[int]) -> int:
+    """The bytes of so many pages, for layers of each of windows_of(windows)."""
+    counts = dict(zip(windows_of(windows), pages, strict=True))
+    shapes = zip(hf.layer_shapes(model.config), windows, strict=True)
+    tokens = sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * counts[window] for shape, window in shapes)
+    return tokens * size * model.dtype.itemsize
 
 
 def is_short(model: hf.PreTrainedModel, settings: Settings) -> bool:
     """Whether the pages of a call do not fit into the memory that is free now."""
     free = free_bytes(model.device)
-    return free is not None and settings.pages * settings.size * bytes_of_token(model) > free * SHARE
+    return free is not None and bytes_of(model, settings.windows, settings.size, settings.pages) > free * SHARE
 
 
 def loop_of(

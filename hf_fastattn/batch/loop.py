@@ -16,7 +16,7 @@ import torch
 
 from .. import hf
 from ..caches.paged import PagedCache, PagedStorage, on_device
-from ..caches.pages import Key
+from ..caches.pages import Key, Pool
 from .pick import Picker
 from .prompts import Part, reading_of
 from .requests import Row
@@ -120,14 +120,11 @@ class Loop:
             self._decode()
         if parts:
             self._read(parts)
-        elif not self.rows and not self.flights and self.waiting and not self.reading:
-            raise RuntimeError(f"No page is free, and none of {self.pages.in_use} in use is that of a row.")
         # With nothing begun there is nothing to wait for but these.
         self._collect(before if len(self.flights) > before else len(self.flights))
 
-    def _fail(self, row: Row) -> None:
-        need, pages = self.pages.needed(row.next), self.pages
-        said = _LACKS.format(need=need, size=pages.size, count=pages.count - 1)
+    def _fail(self, row: Row, pool: Pool) -> None:
+        said = _LACKS.format(need=pool.needed(row.next), size=pool.size, count=pool.count - 1)
         for each in (row, *(row.twin(index) for index in range(row.copies - 1))):
             self._finish(each, f"A text of {len(row.ids)} tokens {said}")
 
@@ -143,27 +140,26 @@ class Loop:
         movers = [i for i in range(left, len(self.rows)) if i not in set(gone)]
         for hole, mover in zip(holes, movers, strict=True):
             self.rows[hole] = self.rows[mover]
-        storage, first, last = self.storage, left, len(self.rows)
+        storage = self.storage
         del self.rows[left:]
         if holes:
             at = on_device([movers, holes], self.device)
-            for tensor in (storage.tables, storage.lengths, storage.last):
-                tensor[at[1]] = tensor[at[0]]
+            storage.move(at[0], at[1])
             self.picker.move(at[0], at[1])
-        for tensor in (storage.tables, storage.lengths, storage.live, storage.last):
-            tensor[first:last] = 0
+        storage.clear(left, left + len(gone))
 
     def _cross(self) -> None:
         """Give a page to each row whose next token begins one. Rows that came last wait again if there is none."""
         size = self.pages.size
-        edits: list[tuple[int, int, int]] = []
+        edits: list[tuple[int, int, list[int]]] = []
         i = 0
         while i < len(self.rows):
             row = self.rows[i]
-            if row.done % size or row.done // size < len(row.pages):
+            if row.done % size or row.done // size < len(row.pages[0]):
                 i += 1
                 continue
-            if (taken := self.pages.take(1)) is None:
+            self.pages.leave(row.pages, row.done)
+            if not self.pages.grow(row.pages, row.done + 1):
                 if self.flights:  # the texts of rows that wait again must be known
                     self._collect(len(self.flights))
                     self._write(edits)
@@ -173,22 +169,20 @@ class Loop:
                 else:
                     self._preempt()
                 continue
-            row.pages += taken
-            edits.append((i, len(row.pages) - 1, taken[0]))
+            edits.append((i, row.done // size, [pages[-1] for pages in row.pages]))
             i += 1
         self._write([edit for edit in edits if edit[0] < len(self.rows)])
 
-    def _write(self, edits: list[tuple[int, int, int]]) -> None:
+    def _write(self, edits: list[tuple[int, int, list[int]]]) -> None:
         if edits:
-            at = on_device([*map(list, zip(*edits, strict=True))], self.device)
-            self.storage.tables[at[0], at[1]] = at[2].to(torch.int32)
+            at = on_device([[row, place, *pages] for row, place, pages in edits], self.device).T
+            self.storage.tables[:, at[0], at[1]] = at[2:].to(torch.int32)
 
     def _preempt(self) -> None:
         """The last row waits for pages, and is read again."""
         row = self.rows.pop()
         place = len(self.rows)
-        for tensor in (self.storage.tables, self.storage.lengths, self.storage.live, self.storage.last):
-            tensor[place] = 0
+        self.storage.clear(place, place + 1)
         self._drop(row)
         self.preempted += 1
         self.waiting.appendleft(row)
@@ -198,7 +192,7 @@ class Loop:
         left, parts = self.budget, []
         coming: set[Key] = set()  # the next pages of texts that are read now: another text waits to find them
         for row in self.reading:
-            count = min(left, len(row.ids) - row.done)
+            count = min(left, len(row.ids) - row.done, self.pages.reach(row.done) - row.done)
             if not count or not self._make_room(row, row.done + count):
                 break
             parts.append(Part(row, count))
@@ -208,21 +202,21 @@ class Loop:
         room = self.most - len(self.rows) - sum(min(row.copies, self.most) for row in self.reading)
         compared = False  # whether the weights have been, in this step
         for row in [*self.waiting]:
-            if self.pages.needed(row.next) >= self.pages.count:
+            if (pool := self.pages.lacks(row.next)) is not None:
                 self.waiting.remove(row)
-                self._fail(row)
+                self._fail(row, pool)
                 continue
             if left <= 0 or room < min(row.copies, self.most):
                 break
             if self.share and not compared:
                 self._check_weights()
             compared = True
-            pages, key = self.pages.match(row.ids) if self.share else ([], None)
+            pages, key = self.pages.match(row.ids) if self.share else (self.pages.none(), None)
             if key is not None and key in coming:
                 continue
             self.pages.share(pages)
-            row.pages, row.done = pages, len(pages) * self.pages.size
-            count = min(left, len(row.ids) - row.done)
+            row.pages, row.done = pages, len(pages[0]) * self.pages.size
+            count = min(left, len(row.ids) - row.done, self.pages.reach(row.done) - row.done)
             if not self._make_room(row, row.done + count):
                 self._drop(row)
                 break
@@ -235,8 +229,11 @@ class Loop:
             room -= min(row.copies, self.most)
             if key is not None:
                 coming.add(key)
-        if not parts and not self.rows and not self.flights and len(self.reading) > 1:
-            self._restart()  # prompts that are read in part hold all pages
+        if not parts and not self.rows and not self.flights:
+            if len(self.reading) > 1:
+                self._restart()  # prompts that are read in part hold all pages
+            elif self.waiting or self.reading:
+                raise RuntimeError(f"No text of this generate_batch() can go on; {self.pages.in_use} pages are in use.")
         return parts
 
     def _check_weights(self) -> None:
@@ -257,14 +254,8 @@ class Loop:
         self.waiting.appendleft(row)
 
     def _make_room(self, row: Row, tokens: int) -> bool:
-        need = self.pages.needed(tokens) - len(row.pages)
-        if need > 0:
-            # A row that is decoded goes first: prompts leave it a page for its next tokens.
-            spare = sum(not each.done % self.pages.size for each in self.rows)
-            if self.pages.available - need < spare or (taken := self.pages.take(need)) is None:
-                return False
-            row.pages += taken
-        return True
+        # A row that is decoded goes first: prompts leave it a page for its next tokens.
+        return self.pages.grow(row.pages, tokens, sum(not each.done % self.pages.size for each in self.rows))
 
     # ---- forwards ----
 
@@ -302,6 +293,7 @@ class Loop:
             row.done += count
             if self.share and not row.old:
                 self.pages.publish(row.ids, row.pages, row.done)
+            self.pages.leave(row.pages, row.done)
         if ended:
             self._admit([part.row for part in ended], logits if self.keeps else logits[kept])
 
@@ -309,29 +301,27 @@ class Loop:
         """Choose the first token of each text whose prompt has been read, and of the texts that continue it."""
         texts: list[Row] = []
         of: list[int] = []
-        copies: list[tuple[int, int]] = []
+        copies: list[list[tuple[int, int]]] = []
         later: list[Row] = []
         room = self.most - len(self.rows) - len(ended)
         for index, row in enumerate(ended):
             self.reading.remove(row)
-            full, rest = divmod(row.done, self.pages.size)
             texts.append(row)
             of.append(index)
             for twin in [row.twin(index) for index in range(row.copies - 1)]:
-                taken = self.pages.take(1 if rest else 0) if room > 0 else None
-                if taken is None:  # it is read again, from shared pages
+                fork = self.pages.fork(row.pages, row.done) if room > 0 else None
+                if fork is None:  # it is read again, from shared pages
                     later.append(twin)
                     continue
-                self.pages.share(row.pages[:full])
-                twin.pages, twin.done = row.pages[:full] + taken, row.done
-                copies += [(row.pages[full], page) for page in taken]
+                twin.pages, twin.done = fork[0], row.done
+                copies += [fork[1]] if fork[1] else []
                 texts.append(twin)
                 of.append(index)
                 room -= 1
             row.copies = 1
         self.waiting.extendleft(reversed(later))
         if copies:
-            self.storage.copy([a for a, _ in copies], [b for _, b in copies], self.device)
+            self.storage.copy(copies)
         if len(of) > len(ended):
             logits = logits[on_device(of, self.device)]
         tokens, logprobs = self.picker(logits, texts, False)
@@ -343,10 +333,12 @@ class Loop:
     def _place(self, texts: list[Row], tokens: torch.Tensor) -> None:
         """Put texts behind the rows of the table."""
         storage, start = self.storage, len(self.rows)
-        width = max(len(row.pages) for row in texts)
-        tables = [row.pages + [0] * (width - len(row.pages)) for row in texts]
+        width = max(len(row.pages[0]) for row in texts)
+        tables = [
+            [pages + [0] * (width - len(pages)) for pages in each] for each in zip(*(row.pages for row in texts), strict=True)
+        ]
         stop = start + len(texts)
-        storage.tables[start:stop, :width] = on_device(tables, self.device, torch.int32)
+        storage.tables[:, start:stop, :width] = on_device(tables, self.device, torch.int32)
         storage.lengths[start:stop] = on_device([row.done for row in texts], self.device, torch.int32)
         storage.live[start:stop] = 1
         storage.last[start:stop] = tokens

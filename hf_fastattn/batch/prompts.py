@@ -41,28 +41,32 @@ def reading_of(parts: list[Part], size: int, device: torch.device) -> Reading:
     behind = any(part.row.done for part in parts)
     ids: list[int] = []
     positions: list[int] = []
-    pages: list[int] = []
+    tables = range(len(parts[0].row.pages))
+    pages: list[list[int]] = [[] for _ in tables]
     first: list[int] = []  # for each token, the index of the first key of its text, and of its own key
     own: list[int] = []
-    keys: tuple[list[int], list[int]] = [], []
+    keys: list[list[int]] = [[] for _ in tables]
+    slots: list[int] = []
     last: list[int] = []
     for row, count in parts:
         start, stop = row.done, row.done + count
-        begins = len(keys[0]) if behind else len(ids)
+        begins = len(slots) if behind else len(ids)
         ids += row.ids[start:stop]
         positions += range(start, stop)
-        pages += [row.pages[place // size] for place in range(start, stop)]
         first += [begins] * count
         own += range(begins + start, begins + stop)
+        for table in tables:
+            pages[table] += [row.pages[table][place // size] for place in range(start, stop)]
+            if behind:
+                keys[table] += [row.pages[table][place // size] for place in range(stop)]
         if behind:
-            keys[0].extend(row.pages[place // size] for place in range(stop))
-            keys[1].extend(place % size for place in range(stop))
+            slots += [place % size for place in range(stop)]
         last.append(len(ids) - 1)
-    ints = on_device([ids, positions, pages, first, own], device)
-    places = on_device([*keys], device)
-    gathered = (places[0], places[1]) if behind else None
-    kv_len = len(keys[0]) if behind else len(ids)
-    build = partial(ragged.of_prompts, ints[3], ints[4], kv_len)
-    sees = Ragged((1, len(ids), kv_len), build, ints[2], ints[1] % size, gathered)
+    ints = on_device([ids, positions, first, own, *pages], device)
+    places = on_device([*keys, slots], device)
+    gathered = (places[:-1], places[-1]) if behind else None
+    kv_len = len(slots) if behind else len(ids)
+    build = partial(ragged.of_prompts, ints[2], ints[3], kv_len)
+    sees = Ragged((1, len(ids), kv_len), build, ints[4:], ints[1] % size, gathered)
     kept = [index for part, index in zip(parts, last, strict=True) if part.whole] or last[-1:]
     return Reading(ints[0][None], ints[1][None], sees, [part for part in parts if part.whole], on_device(kept, device))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .. import hf
+from ..caches.pages import Held
 
 
 class BatchError(RuntimeError):
@@ -22,8 +23,8 @@ class Row:
     """One text. prompt: its ids. limit: the most new tokens. copies: how many texts continue it, each from a token of its own.
 
     new: the new ids that the host has read. launched: number of new tokens whose steps have begun. done: tokens whose K and V
-    have been written, or will be by a step that has begun. pages: those that hold them. old: whether weights that have changed
-    since have read some of them.
+    have been written, or will be by a step that has begun. pages: those that hold them, of each pool. old: whether weights
+    that have changed since have read some of them.
     """
 
     id: str
@@ -34,7 +35,7 @@ class Row:
     new: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stamps: list[float] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    pages: Held = field(default_factory=list)
     done: int = 0
     launched: int = 0
     ended: bool = False

@@ -1,13 +1,15 @@
 """K and V in pages of a pool that rows of any length share, and the tables that say which pages a row has.
 
 All pages have one size, and every layer has a pool of K and one of V, (pages, num_kv_heads, page size, head_dim). The token at
-position n of a row is in slot n % size of its page n // size. Layers with a sliding window keep all tokens too.
-Tables, lengths and the flags of live rows are on the device, and a step of one token of each row reads nothing else: the rows of
-`bucket`, of which those that only fill it up write to page 0.
+position n of a row is in slot n % size of its page n // size. Layers with one window have one table of pages: those behind the
+window return, and their entries of the table stay, as no query sees them. Tables, lengths and the flags of live rows are on the
+device, and a step of one token of each row reads nothing else: the rows of `bucket`, of which those that only fill it up write to
+page 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,18 +21,18 @@ from ..attention.ragged import Ragged
 from ..attention.step import EAGER, Step
 from .buffers import Buffered, Pair, refuse_gradient
 from .contract import Storage
-from .pages import Pages
+from .pages import Pools
 from .stored import Arguments, StoredCache
 
 
 class PagedLayer(Buffered):
-    """K and V of one layer, (pages, num_kv_heads, page size, head_dim) each."""
+    """K and V of one layer, (pages, num_kv_heads, page size, head_dim) each. table: the index of the table of its pages."""
 
     is_sliding = False
     is_croppable = False
 
-    def __init__(self, index: int, pages: int, size: int):
-        self.index, self.pages, self.size = index, pages, size
+    def __init__(self, index: int, pages: int, size: int, table: int):
+        self.index, self.pages, self.size, self.table = index, pages, size, table
         super().__init__()  # type: ignore[no-untyped-call]
 
     @property
@@ -60,10 +62,11 @@ class PagedLayer(Buffered):
                 "hf_fastattn.unpatch() and patch() on it: new pages have the new dtype."
             )
         for pool, x in zip(self.buffers, states, strict=True):
-            pool[rows.pages, :, rows.slots] = x.transpose(1, 2).flatten(0, 1)
+            pool[rows.pages[self.table], :, rows.slots] = x.transpose(1, 2).flatten(0, 1)
         rows.stored += 1
         if rows.keys is not None:
-            keys, values = (pool[rows.keys[0], :, rows.keys[1]].transpose(0, 1)[None] for pool in self.buffers)
+            pages, slots = rows.keys[0][self.table], rows.keys[1]
+            keys, values = (pool[pages, :, slots].transpose(0, 1)[None] for pool in self.buffers)
             return keys, values
         return states[0], states[1]
 
@@ -82,8 +85,10 @@ class PagedLayer(Buffered):
 
 
 class PagedStorage(Storage):
-    """The pools of all layers, and the rows that are decoded. most_rows, width: rows and pages of a row that the table has.
+    """The pools of all layers, and the rows that are decoded. most_rows, width: rows and pages of a row that each table has.
 
+    windows: of each layer; None if it sees all tokens. pages: numbers of pages, for the layers of each of windows_of().
+    tables: int32 (len(pages), most_rows, width); places of tokens in pools (`Ragged.pages`, `keys`) have this first axis too.
     bucket: the number of rows of a step; live rows come first. prompts: what the prompts of the current forward see, None in a
     step of the rows.
     """
@@ -92,12 +97,22 @@ class PagedStorage(Storage):
     layers: list[PagedLayer]
     made_for: tuple[torch.dtype | None, ...] = ()
 
-    def __init__(self, layers: int, pages: int, size: int, most_rows: int, width: int, device: torch.device):
-        self.pages = Pages(pages, size)
-        self.layers = [PagedLayer(index, pages, size) for index in range(layers)]
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        pages: Sequence[int],
+        size: int,
+        most_rows: int,
+        width: int,
+        device: torch.device,
+    ):
+        self.windows = windows_of(windows)
+        tables = [*map(self.windows.index, windows)]
+        self.pages = Pools(size, self.windows, pages)
+        self.layers = [PagedLayer(index, pages[table], size, table) for index, table in enumerate(tables)]
         self.most_rows, self.width = most_rows, width
         with torch.inference_mode(False):
-            self.tables = torch.zeros(most_rows, width, dtype=torch.int32, device=device)
+            self.tables = torch.zeros(len(pages), most_rows, width, dtype=torch.int32, device=device)
             self.lengths = torch.zeros(most_rows, dtype=torch.int32, device=device)
             self.live = torch.zeros(most_rows, dtype=torch.int32, device=device)
             self.last = torch.zeros(most_rows, dtype=torch.int64, device=device)
@@ -115,38 +130,52 @@ class PagedStorage(Storage):
 
     @property
     def capacity(self) -> int:
-        return self.pages.count * self.pages.size
+        return self.pages.all.count * self.pages.size
 
     @property
     def variant(self) -> int:
         return self.bucket
 
-    def fits(self, dtypes: tuple[torch.dtype | None, ...], layers: int) -> bool:
-        """Whether it was made for a model of so many layers and for these dtypes, of its weights and of autocast."""
-        return len(self.layers) == layers and self.made_for == dtypes
+    def fits(self, windows: Sequence[int | None], pages: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> bool:
+        """Whether it has so many pages for layers of these windows, and was made for these dtypes, of weights and of autocast."""
+        same = [self.windows[layer.table] for layer in self.layers] == [*windows] and self.made_for == dtypes
+        return same and all(pool.count >= count for pool, count in zip(self.pages.each, pages, strict=True))
 
     def states(self) -> list[torch.Tensor]:
         return [self.lengths]
 
     def reset(self) -> None:
         """Discard all tokens and rows; the pools and tables stay in place."""
-        self.pages = Pages(self.pages.count, self.pages.size)
+        self.pages = Pools(self.pages.size, self.windows, [pool.count for pool in self.pages.each])
         for tensor in (self.tables, self.lengths, self.live, self.last):
             tensor.zero_()
         self.bucket, self.prompts, self.cut_short = 0, None, False
 
-    def copy(self, source: list[int], target: list[int], device: torch.device) -> None:
-        """Copy pages, of all layers."""
-        at = on_device([source, target], device)
+    def copy(self, pages: list[list[tuple[int, int]]]) -> None:
+        """Copy pages. pages: the source and the target, for each table."""
+        at = on_device(pages, self.tables.device)
         for layer in self.layers:
+            source, target = at[:, layer.table].unbind(1)
             for pool in layer.buffers:
-                pool[at[1]] = pool[at[0]]
+                pool[target] = pool[source]
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Move rows, int64 each."""
+        self.tables[:, target] = self.tables[:, source]
+        for tensor in (self.lengths, self.last):
+            tensor[target] = tensor[source]
+
+    def clear(self, start: int, stop: int) -> None:
+        """Discard rows."""
+        self.tables[:, start:stop] = 0
+        for tensor in (self.lengths, self.live, self.last):
+            tensor[start:stop] = 0
 
     def present(self) -> Ragged:
         """What the rows of the table see in a step of one token of each."""
         rows, size = self.bucket, self.pages.size
-        lengths, table = self.lengths[:rows], self.tables[:rows]
-        pages = table.gather(1, (lengths // size).long()[:, None])[:, 0]
+        lengths, tables = self.lengths[:rows], self.tables[:, :rows]
+        pages = tables.gather(2, (lengths // size).long()[None, :, None].expand(len(tables), -1, 1))[..., 0]
         sizes = rows, 1, self.width * size
         return Ragged(sizes, partial(ragged.of_rows, lengths), pages.long(), (lengths % size).long())
 
@@ -171,6 +200,11 @@ class PagedCache(StoredCache):
         super().end(step, output)
         if output is not None and step.ragged is not None:
             step.ragged.finish()
+            if others := {window for window in step.ragged.masks if window not in self.storage.windows}:
+                raise ValueError(
+                    f"The model asks for masks of the windows {others}, and its layers keep pages for {self.storage.windows} "
+                    "(None: all tokens). Use generate()."
+                )
             if step.mode == EAGER:
                 if step.ragged is not self.storage.prompts:
                     self.storage.step()
@@ -190,8 +224,13 @@ class PagedCache(StoredCache):
         from ..kernels.paged import paged  # with Triton
 
         k, v = layer.buffers
-        step.kv = paged(k, v, self.storage.tables[: self.storage.bucket])
+        step.kv = paged(k, v, self.storage.tables[layer.table, : self.storage.bucket])
         return step.kv.k, step.kv.v
+
+
+def windows_of(layers: Sequence[int | None]) -> tuple[int | None, ...]:
+    """None, and the windows of the layers, which have a pool of pages each."""
+    return None, *sorted({window for window in layers if window is not None})
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -110,7 +110,7 @@ class Batches:
         if not prompts:
             return {}
         pool = generation.caches.pool
-        settings = job.settings_of(model, prompts, config, batching, kwargs, held=pool.idle_bytes)
+        settings = job.settings_of(model, prompts, config, batching, kwargs, generation.caches.kinds, pool.idle_bytes)
         forward.abandon(model)
         storage = self._storage(model, settings)
         forward.free_for_training(model, pool)
@@ -140,18 +140,17 @@ class Batches:
 
         def fits(storage: Any) -> bool:
             return bool(
-                storage.pages.count >= settings.pages
+                storage.fits(settings.windows, settings.pages, dtypes)
                 and storage.most_rows >= settings.rows
                 and storage.width >= settings.width
                 and storage.tables.device == model.device
-                and storage.fits(dtypes, len(caches.kinds))
             )
 
         if (found := caches.pool.lend(-settings.size, fits)) is None:
             if job.is_short(model, settings):
                 caches.pool.clear()
             rows = next((size for size in BUCKETS if size >= settings.rows), settings.rows)
-            made = PagedStorage(len(caches.kinds), settings.pages, settings.size, rows, settings.width, model.device)
+            made = PagedStorage(settings.windows, settings.pages, settings.size, rows, settings.width, model.device)
             made.made_for = dtypes
             return made
         assert isinstance(found, PagedStorage)
