@@ -470,13 +470,16 @@ def test_a_step_costs_the_host_the_same_for_any_number_of_rows():
     model, found = tiny("llama", "eager"), []
     for rows in (4, 64):
         storage = paged.PagedStorage([None] * 2, [2 * rows + 1], 16, rows, 2, torch.device("cpu"))
-        settings = job.Settings(options(), [NEW] * rows, 16, rows, [None] * 2, [2 * rows + 1], 2, 64, True, False, None, None)
+        asked, settings = (
+            job.asked_of(model, options(), {}),
+            job.Settings(16, rows, [None] * 2, [2 * rows + 1], 2, 64, True, False),
+        )
 
         def decode(storage=storage, rows=rows, **given):
             storage.step()
             return types.SimpleNamespace(logits=torch.zeros(rows, 1, 8))
 
-        made = job.loop_of(model, storage, settings, decode, decode, lambda: 0)
+        made = job.loop_of(model, storage, asked, settings, decode, decode, lambda: 0)
         texts = [Row(f"{index}", [5] * 17, NEW, pages=[made.pages.all.take(2)], done=17, launched=1) for index in range(rows)]
         made._place(texts, torch.ones(rows, dtype=torch.long))
         made.step()

@@ -121,7 +121,7 @@ def _batches(model, **options):
 def _manager():
     model = tiny("llama")
     with hf_fastattn.patch(model):
-        model.init_continuous_batching()
+        model.init_continuous_batching().add_request([3], temperature=0.5)
 
 
 def _prompt_learning():
@@ -151,7 +151,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "without `patch()`": lambda: function.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
     "with beams": lambda: _batches(tiny("llama"), num_beams=2),
     "latent attention": lambda: _batches(tiny("deepseek_v3", **LATENT)),
-    "`init_continuous_batching`": lambda: _manager(),
+    "a request of a manager": lambda: _manager(),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
     "without generate()": lambda: hf_fastattn.patch(tiny("llama", auto=AutoModelForSequenceClassification)),

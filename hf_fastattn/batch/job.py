@@ -51,12 +51,23 @@ _KNOWN = ("tokenizer", "logits_processor")  # arguments of generate() that are a
 _TAKES = "generate_batch() takes a list of prompts, each a list of ids (int)"
 
 
-class Settings(NamedTuple):
-    """What a job needs besides its prompts. config: of generation. new: the most new tokens of each prompt. windows: of each
-    layer; None if it sees all tokens. pages: numbers of pages, for layers of each of windows_of(windows)."""
+class Asked(NamedTuple):
+    """What a call asks for. config: of generation. limit: the most new tokens of a prompt, by its length."""
 
     config: hf.GenerationConfig
-    new: list[int]
+    limit: Callable[[int], int]
+    tokenizer: Any
+    processors: Sequence[Any] | None
+
+    @property
+    def copies(self) -> int:
+        return self.config.num_return_sequences or 1
+
+
+class Settings(NamedTuple):
+    """The sizes of a job. windows: of each layer; None if it sees all tokens. pages: numbers of pages, for layers of each of
+    windows_of(windows). width: the most pages of a text. budget: the most tokens of prompts in a forward."""
+
     size: int
     rows: int
     windows: list[int | None]
@@ -65,12 +76,6 @@ class Settings(NamedTuple):
     budget: int
     share: bool
     logprobs: bool
-    tokenizer: Any
-    processors: Sequence[Any] | None
-
-    @property
-    def copies(self) -> int:
-        return self.config.num_return_sequences or 1
 
 
 def why_not(model: hf.PreTrainedModel, kinds: Sequence[hf.Kind], others: str | None) -> str | None:
@@ -108,19 +113,9 @@ def read_prompts(inputs: Any, vocabulary: int) -> list[list[int]]:
     return prompts
 
 
-def settings_of(
-    model: hf.PreTrainedModel,
-    prompts: list[list[int]],
-    generation_config: hf.GenerationConfig | None,
-    batching: hf.ContinuousBatchingConfig | None,
-    kwargs: dict[str, Any],
-    kinds: Sequence[hf.Kind],
-    held: int = 0,
-) -> Settings:
-    """The settings of a call. kinds: of the layers. held: bytes that can be freed for its pages.
-
-    Raises ValueError and TypeError, with the reason, for what it would ignore.
-    """
+def asked_of(model: hf.PreTrainedModel, generation_config: hf.GenerationConfig | None, kwargs: dict[str, Any]) -> Asked:
+    """What a call asks for. kwargs: of the call, without max_new_tokens. Raises ValueError, with the reason, for what it would
+    ignore."""
     kwargs = dict(kwargs)
     if kwargs.get("cache_implementation") == "paged":
         raise ValueError(
@@ -128,10 +123,6 @@ def settings_of(
             "prompts without padding, each a list of ids."
         )
     known = {name: kwargs.pop(name, None) for name in _KNOWN}
-    asked = kwargs.pop("max_new_tokens", None)
-    each = asked if isinstance(asked, (list, tuple)) else None
-    if asked is not None and each is None:
-        each = [asked] * len(prompts)
     config, limit, others = hf.batch_settings(model, generation_config, kwargs)
     if others := {name: value for name, value in others.items() if value is not None}:
         raise ValueError(
@@ -144,9 +135,17 @@ def settings_of(
             raise ValueError(f"generate_batch() does not support {name}={value!r:.60}. Leave it out, or use generate().")
     if config.stop_strings and known["tokenizer"] is None:
         raise ValueError("stop_strings need the tokenizer: pass tokenizer=... to generate_batch().")
+    return Asked(config, limit, known["tokenizer"], known["logits_processor"])
+
+
+def limits_of(model: hf.PreTrainedModel, asked: Asked, prompts: list[list[int]], given: Any) -> list[int]:
+    """The most new tokens of each prompt. given: max_new_tokens of the call. Raises ValueError."""
+    each = given if isinstance(given, (list, tuple)) else None
+    if given is not None and each is None:
+        each = [given] * len(prompts)
     if each is not None and len(each) != len(prompts):
         raise ValueError(f"max_new_tokens has {len(each)} numbers for {len(prompts)} prompts. Pass one number, or one for each.")
-    new = [limit(len(ids)) for ids in prompts] if each is None else each
+    new = [asked.limit(len(ids)) for ids in prompts] if each is None else each
     for index, count in enumerate(new):
         if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
             raise ValueError(f"max_new_tokens counts new tokens: an integer, at least 1; got {count!r} for prompt {index}.")
@@ -162,18 +161,27 @@ def settings_of(
             f"A text of this call may have {longest} tokens, and this {name} has a table of {most} positions. Ask for at most "
             f"{most + 1} tokens with the prompt."
         )
+    return [int(count) for count in new]
+
+
+def settings_of(
+    model: hf.PreTrainedModel,
+    asked: Asked,
+    texts: list[int],
+    batching: hf.ContinuousBatchingConfig | None,
+    kinds: Sequence[hf.Kind],
+    held: int = 0,
+) -> Settings:
+    """The sizes of a job. texts: the most tokens of each text. kinds: of the layers. held: bytes that can be freed for its pages.
+    Raises ValueError."""
     size = SIZE if batching is None else hf.page_size_of(batching)
     if size not in SIZES:
         raise ValueError(f"A page has {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} tokens; got page_size={size}.")
-    copies = config.num_return_sequences or 1
-    rows = _given(batching, "max_requests_per_batch") or min(MOST_ROWS, len(prompts) * copies)
-    longest_first = sorted(
-        (len(ids) + count for ids, count in zip(prompts, new, strict=True) for _ in range(copies)), reverse=True
-    )
+    rows = _given(batching, "max_requests_per_batch") or min(MOST_ROWS, len(texts))
     share = _given(batching, "max_memory_percent") or SHARE
-    budget = _given(batching, "max_batch_tokens") or config.prefill_chunk_size or BUDGET
+    budget = _given(batching, "max_batch_tokens") or asked.config.prefill_chunk_size or BUDGET
     windows = [kind.window for kind in kinds]
-    pages = _needed(longest_first[:rows], windows, size, budget)
+    pages = _needed(sorted(texts, reverse=True)[:rows], windows, size, budget)
     held_pages = range(0 if None in windows else 1, len(pages))  # those that take memory
     if (given := _given(batching, "num_blocks")) is not None:
         for index in held_pages:
@@ -183,19 +191,23 @@ def settings_of(
         for index in held_pages:
             pages[index] = max(1, min(pages[index], int(pages[index] * part)))
     return Settings(
-        config,
-        [int(count) for count in new],
         size,
         rows,
         windows,
         [count + 1 for count in pages],
-        -(-longest_first[0] // size),
+        -(-max(texts) // size),
         budget,
         bool(getattr(batching, "allow_block_sharing", True)),
         bool(getattr(batching, "return_logprobs", False)),
-        known["tokenizer"],
-        known["logits_processor"],
     )
+
+
+def room_for(rows: list[Row], model: hf.PreTrainedModel) -> list[int]:
+    """The lengths of texts for which a manager makes room: as many as a job has rows, of the longest length that waits, rounded
+    up to a power of 2. Without a GPU, whose free memory limits them, twice as many as wait."""
+    longest = 1 << max(len(row.prompt) + row.limit - 1 for row in rows).bit_length()
+    waiting = 2 * sum(row.copies for row in rows)
+    return [longest] * (MOST_ROWS if model.device.type == "cuda" else min(MOST_ROWS, max(8, waiting)))
 
 
 def _given(batching: hf.ContinuousBatchingConfig | None, name: str) -> Any:
@@ -232,14 +244,15 @@ def is_short(model: hf.PreTrainedModel, settings: Settings) -> bool:
 def loop_of(
     model: hf.PreTrainedModel,
     storage: PagedStorage,
+    asked: Asked,
     settings: Settings,
     decode: Callable[..., Any],
     read: Callable[..., Any],
     fingerprint: Callable[[], object],
 ) -> Loop:
     """The loop of a job over an empty storage. Its arguments are those of `Loop`."""
-    config = settings.config
-    picker = Picker(model, config, settings.processors, settings.logprobs)
+    config = asked.config
+    picker = Picker(model, config, asked.processors, settings.logprobs)
     picker.make_room(storage.most_rows, storage.width * storage.pages.size + 1, model.device)
     return Loop(
         storage,
@@ -249,28 +262,26 @@ def loop_of(
         keeps=hf.takes_argument(model, KEEP),
         most=settings.rows,
         budget=settings.budget,
-        ends=hf.ends_of(config),
-        stops=hf.stop_check(config, settings.tokenizer),
+        ends=hf.ends_of(config.eos_token_id),
+        stops=hf.stop_check(config, asked.tokenizer),
         share=settings.share,
         fingerprint=fingerprint,
     )
 
 
 def run(
-    loop: Loop, prompts: list[list[int]], settings: Settings, stamped: bool, progress: Callable[[int], object] | None
+    loop: Loop, prompts: list[list[int]], new: list[int], copies: int, stamped: bool, progress: Callable[[int], object] | None
 ) -> dict[str, Any]:
     """The results of all prompts, by id, in the order of the prompts. Raises BatchError if a request has failed."""
     names = [f"req_{index}" for index in range(len(prompts))]
-    loop.waiting += [
-        Row(name, ids, new, settings.copies, stamped) for name, ids, new in zip(names, prompts, settings.new, strict=True)
-    ]
+    loop.waiting += [Row(name, ids, count, copies, stamped) for name, ids, count in zip(names, prompts, new, strict=True)]
     told = 0
     while loop.busy:
         loop.step()
         if progress is not None and len(loop.results) > told:
             progress(len(loop.results) - told)
             told = len(loop.results)
-    ids = [key for name in names for key in (*(f"{name}__child#{index}" for index in range(settings.copies - 1)), name)]
+    ids = [key for name in names for key in (*(f"{name}__child#{index}" for index in range(copies - 1)), name)]
     results = {key: loop.results[key] for key in ids}
     if failed := [key for key, result in results.items() if result.error is not None]:
         some = "; ".join(f"{key}: {results[key].error}" for key in failed[:3])

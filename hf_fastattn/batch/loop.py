@@ -40,7 +40,8 @@ class Loop:
 
     decode: a forward of one token of each row. read: a forward of prompts. keeps: whether the model takes logits_to_keep.
     most: the most rows. budget: the most tokens of prompts in a step. ends, stops: what ends a text. share: whether texts share
-    pages. fingerprint: a value that changes with the model. results: of finished requests, by id.
+    pages. fingerprint: a value that changes with the model. results: of finished requests, by id; if on_result is set, it
+    is called with them instead.
     """
 
     def __init__(
@@ -79,15 +80,20 @@ class Loop:
     def busy(self) -> bool:
         return bool(self.waiting or self.reading or self.rows or self.flights)
 
+    def holds(self, row: Row) -> bool:
+        """Whether the tables have room for a text."""
+        return len(row.prompt) + row.limit <= self.storage.width * self.pages.size
+
     def cancel(self, request: str) -> None:
         """End a request, and those that continue its prompt, before the next step."""
         self.cancelled.add(request)
 
     def _finish(self, row: Row, error: str | None = None) -> None:
         row.ended = True
-        result = self.results[row.id] = row.result(error)
-        if self.on_result is not None:
-            self.on_result(result)
+        if self.on_result is None:
+            self.results[row.id] = row.result(error)
+        else:
+            self.on_result(row.result(error))
 
     def _cancel(self) -> None:
         for row in [*self.waiting, *self.reading, *self.rows]:
@@ -364,5 +370,9 @@ class Loop:
                 event.synchronize()
             found = itertools.repeat(None) if logprobs is None else logprobs.tolist()
             for row, token, logprob in zip(rows, tokens.tolist(), found, strict=False):
-                if not row.ended and row.takes(token, logprob, self.ends, self.stops):
+                if row.ended:
+                    continue
+                if row.takes(token, logprob, self.ends, self.stops):
                     self._finish(row)
+                elif row.streamed and self.on_result is not None:
+                    self.on_result(row.result())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .. import hf
 from ..caches.pages import Held
@@ -24,7 +25,8 @@ class Row:
 
     new: the new ids that the host has read. launched: number of new tokens whose steps have begun. done: tokens whose K and V
     have been written, or will be by a step that has begun. pages: those that hold them, of each pool. old: whether weights
-    that have changed since have read some of them.
+    that have changed since have read some of them. ends: ids that end this text, None for those of the job. streamed: whether
+    each token is reported.
     """
 
     id: str
@@ -38,6 +40,8 @@ class Row:
     pages: Held = field(default_factory=list)
     done: int = 0
     launched: int = 0
+    ends: frozenset[int] | None = None
+    streamed: bool = False
     ended: bool = False
     old: bool = False
     made: float = field(default_factory=time.perf_counter)
@@ -54,7 +58,8 @@ class Row:
 
     def twin(self, index: int) -> Row:
         """A text that continues the same prompt."""
-        return Row(f"{self.id}__child#{index}", self.prompt, self.limit, 1, self.stamped, made=self.made, begun=self.begun)
+        more: dict[str, Any] = {name: getattr(self, name) for name in ("stamped", "made", "begun", "ends", "streamed")}
+        return Row(f"{self.id}__child#{index}", self.prompt, self.limit, **more)
 
     def takes(self, token: int, logprob: float | None, ends: frozenset[int], stops: Callable[[list[int]], bool] | None) -> bool:
         """Add a token. Returns whether the text ends."""
@@ -63,20 +68,26 @@ class Row:
             self.logprobs.append(logprob)
         if self.stamped:
             self.stamps.append(time.perf_counter())
-        if not (token in ends or len(self.new) >= self.limit or (stops is not None and stops(self.ids))):
+        if not (
+            token in (ends if self.ends is None else self.ends)
+            or len(self.new) >= self.limit
+            or (stops is not None and stops(self.ids))
+        ):
             return False
         self.ended = True
         return True
 
     def result(self, error: str | None = None) -> hf.GenerationOutput:
+        """The result, or what there is of it before the end."""
+        status = hf.RequestStatus
         return hf.GenerationOutput(
             request_id=self.id,
             prompt_ids=self.prompt,
-            generated_tokens=self.new,
-            logprobs=self.logprobs,
+            generated_tokens=[*self.new],
+            logprobs=[*self.logprobs],
             error=error,
-            status=hf.RequestStatus.FINISHED if error is None else hf.RequestStatus.FAILED,
+            status=status.DECODING if not self.ended else status.FINISHED if error is None else status.FAILED,
             created_time=self.made,
-            lifespan=(self.begun, time.perf_counter()),
-            timestamps=self.stamps if self.stamped else None,
+            lifespan=(self.begun, time.perf_counter() if self.ended else -1),
+            timestamps=[*self.stamps] if self.stamped else None,
         )

@@ -122,9 +122,8 @@ def longest_embedded(model: PreTrainedModel) -> int | None:
     return None
 
 
-def ends_of(config: GenerationConfig) -> list[int]:
-    """The ids of which each ends a text."""
-    eos: Any = config.eos_token_id
+def ends_of(eos: Any) -> list[int]:
+    """The ids of which each ends a text, of an eos_token_id."""
     eos = eos.tolist() if isinstance(eos, torch.Tensor) else eos
     return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 

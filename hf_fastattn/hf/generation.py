@@ -26,7 +26,7 @@ GENERATE = "generate"
 PREPARE_CACHE = "_prepare_cache_for_generation"  # adds a cache to the arguments of a call
 PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one step
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
-BATCHES = "init_continuous_batching"  # what its own generate_batch() calls, for a paged cache
+BATCHES = "init_continuous_batching"  # returns a manager, which its own generate_batch() uses
 BATCH = "generate_batch"
 COMPILED = "_compiled_call_impl"  # what model(...) calls instead after model.compile()
 

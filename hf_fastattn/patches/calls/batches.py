@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ... import hf, registry
 from ...batch import job
-from ...batch.loop import BUCKETS
+from ...batch.loop import BUCKETS, Loop
+from ...batch.manager import Manager
+from ...batch.requests import Row
 from ...caches import forward
 from ...caches.paged import PagedStorage
 from ..graphs import graphs
@@ -38,19 +41,6 @@ class JobLock:
         self.lock.release()
 
 
-class NoManager:
-    """The instance's method that creates a manager of continuous batching, whose attention no backend serves."""
-
-    def __init__(self, generation: Generation):
-        self.__self__ = generation
-
-    def __call__(self, *_: object, **__: object) -> None:
-        raise ValueError(
-            f"A patched {type(self.__self__.model).__name__} has a generate_batch() of its own, and no manager of continuous "
-            "batching. Use generate_batch(), or call hf_fastattn.unpatch() on the model before."
-        )
-
-
 class Batches:
     """The instance's generate_batch(). One call runs at a time, and others wait: each may take the free memory for its pages."""
 
@@ -76,29 +66,37 @@ class Batches:
         and graphs are kept between calls. Raises ValueError or TypeError, with the reason, for arguments and models that it does
         not support, and `batch.BatchError`, with all results, after requests have failed.
         """
+        with self.alone():
+            model = self.__self__.model
+            prompts = self.prompts(model, inputs)
+            if not prompts:
+                return {}
+            given = kwargs.pop("max_new_tokens", None)
+            asked = job.asked_of(model, generation_config, kwargs)
+            new = job.limits_of(model, asked, prompts, given)
+            texts = [len(ids) + count for ids, count in zip(prompts, new, strict=True) for _ in range(asked.copies)]
+            with (
+                self.loop(model, asked, texts, continuous_batching_config) as loop,
+                hf.progress(len(texts), progress_bar) as progress,
+            ):
+                return job.run(loop, prompts, new, asked.copies, record_timestamps, progress)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The time of one job of the model."""
         job_lock = self.__self__.job_lock
         with job_lock, torch.no_grad():
             if job_lock.held:
                 raise RuntimeError("generate_batch() was called by code that it runs. Call it after the other call has returned.")
             job_lock.held = True
             try:
-                given = generation_config, continuous_batching_config, record_timestamps, progress_bar, kwargs
-                return self._run(inputs, *given)
+                yield
             finally:
                 job_lock.held = False
 
-    def _run(
-        self,
-        inputs: Any,
-        config: hf.GenerationConfig | None,
-        batching: hf.ContinuousBatchingConfig | None,
-        stamped: bool,
-        progress_bar: bool,
-        kwargs: dict[str, Any],
-    ) -> dict[str, hf.GenerationOutput]:
-        generation = self.__self__
-        model = generation.model
-        generation.caches.refit(model)
+    def prompts(self, model: hf.PreTrainedModel, inputs: Any) -> list[list[int]]:
+        """The prompts of a call. Raises TypeError and ValueError, also for a model that cannot run."""
+        self.__self__.caches.refit(model)
         if reason := self._why_not(model):
             raise ValueError(
                 f"generate_batch() cannot run this {type(model).__name__}: {reason}. Use generate(), or call "
@@ -106,21 +104,24 @@ class Batches:
             )
         text = model.config.get_text_config(decoder=True)
         table = getattr(model.get_input_embeddings(), "weight", None)
-        prompts = job.read_prompts(inputs, text.vocab_size if table is None else len(table))
-        if not prompts:
-            return {}
-        pool = generation.caches.pool
-        settings = job.settings_of(model, prompts, config, batching, kwargs, generation.caches.kinds, pool.idle_bytes)
+        return job.read_prompts(inputs, text.vocab_size if table is None else len(table))
+
+    @contextmanager
+    def loop(
+        self, model: hf.PreTrainedModel, asked: job.Asked, texts: list[int], batching: hf.ContinuousBatchingConfig | None
+    ) -> Iterator[Loop]:
+        """The loop of a job for texts of at most so many tokens each."""
+        caches = self.__self__.caches
+        settings = job.settings_of(model, asked, texts, batching, caches.kinds, caches.pool.idle_bytes)
         forward.abandon(model)
         storage = self._storage(model, settings)
-        forward.free_for_training(model, pool)
+        forward.free_for_training(model, caches.pool)
         try:
-            loop = job.loop_of(model, storage, settings, *self._forwards(model, storage, settings), fingerprint_of(model))
-            with hf.progress(len(prompts) * settings.copies, progress_bar) as progress:
-                return job.run(loop, prompts, settings, stamped, progress)
+            forwards = self._forwards(model, storage, asked.processors)
+            yield job.loop_of(model, storage, asked, settings, *forwards, fingerprint_of(model))
         finally:
             storage.reset()
-            pool.give(storage, -settings.size)
+            caches.pool.give(storage, -settings.size)
 
     def _why_not(self, model: hf.PreTrainedModel) -> str | None:
         generation, name = self.__self__, model.config._attn_implementation
@@ -158,12 +159,12 @@ class Batches:
         return found
 
     def _forwards(
-        self, model: hf.PreTrainedModel, storage: PagedStorage, settings: job.Settings
+        self, model: hf.PreTrainedModel, storage: PagedStorage, processors: Any
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The forward of a step of one token of each row, by a graph where there is one, and that of prompts."""
         generation = self.__self__
         run, step = generation.own(hf.CALL), None
-        stock = not hf.other_code({hf.PROCESSORS: settings.processors})
+        stock = not hf.other_code({hf.PROCESSORS: processors})
         if generation.graph:
             refused = "model.compile() was called" if vars(model).get(hf.COMPILED) is not None else None
             refused = refused or graphs.why_no_graph(model.device)
@@ -172,21 +173,64 @@ class Batches:
             )
             step.begun = True
 
-        def check() -> None:
-            if generation.graphs.closed:
-                raise RuntimeError(_UNDONE)
-
         def decode(**given: Any) -> Any:
-            check()
+            check_open(generation)
             return (step or run)(**given)
 
         def read(**given: Any) -> Any:
-            check()
+            check_open(generation)
             if step is not None:
                 step.present.forget()  # Python runs, and may change the model
             return run(**given)
 
         return decode, read
+
+
+class Managers:
+    """The instance's init_continuous_batching(). The thread of a manager runs a job while it has requests."""
+
+    def __init__(self, generation: Generation):
+        self.__self__ = generation
+
+    def __call__(
+        self,
+        generation_config: hf.GenerationConfig | None = None,
+        continuous_batching_config: hf.ContinuousBatchingConfig | None = None,
+        workload_hints: object = None,
+        **kwargs: Any,
+    ) -> Manager:
+        """A manager, whose methods are those of Transformers'. kwargs: fields of a GenerationConfig, tokenizer, logits_processor.
+        Raises ValueError or TypeError, with the reason, for what it does not support. workload_hints have no effect."""
+        generation, batches, batching = self.__self__, Batches(self.__self__), continuous_batching_config
+        model = generation.model
+        batches.prompts(model, [])
+        asked = job.asked_of(model, generation_config, kwargs)
+        job.settings_of(model, asked, [1], batching, generation.caches.kinds)
+
+        def read(inputs: list[list[int]], new: int | None) -> list[tuple[list[int], int]]:
+            check_open(generation)
+            model = generation.model
+            prompts = batches.prompts(model, inputs)
+            return [*zip(prompts, job.limits_of(model, asked, prompts, new), strict=True)] if prompts else []
+
+        @contextmanager
+        def opened(rows: list[Row]) -> Iterator[Loop]:
+            check_open(generation)
+            model = generation.model
+            with batches.alone(), device_of(model), batches.loop(model, asked, job.room_for(rows, model), batching) as loop:
+                yield loop
+
+        return Manager(model, asked.config, read, opened)
+
+
+def check_open(generation: Generation) -> None:
+    if generation.graphs.closed:
+        raise RuntimeError(_UNDONE)
+
+
+def device_of(model: hf.PreTrainedModel) -> AbstractContextManager[object]:
+    """A context with the model's device as that of the thread."""
+    return torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext()
 
 
 def fingerprint_of(model: hf.PreTrainedModel) -> Callable[[], object]:

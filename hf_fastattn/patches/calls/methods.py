@@ -25,7 +25,7 @@ from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
 from .after import capture_wanted
-from .batches import Batches, JobLock, NoManager
+from .batches import Batches, JobLock, Managers
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
@@ -92,7 +92,7 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours: list[Any] = [Generate(self), self._prepare_cache, KeptInputs(self), NoManager(self), Batches(self)]
+        ours: list[Any] = [Generate(self), self._prepare_cache, KeptInputs(self), Managers(self), Batches(self)]
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
 
