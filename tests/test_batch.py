@@ -382,6 +382,7 @@ def test_stop_strings(seen):
         ([[1]], {"stop_strings": ["a"]}, "pass tokenizer="),
         ([[1]], {"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
         ([[1]], {"continuous_batching_config": sizes(num_blocks=2.5)}, "must be an integer above 0; got 2.5"),
+        ([[1]], {"generation_config": options(continuous_batching_config=sizes(page=48))}, "got page_size=48"),
         ([[1]], {"cache_implementation": "static"}, "does not support cache_implementation='static'"),
         ([[1]], {"assistant_early_exit": 1}, "does not support assistant_early_exit=1"),
     ],
@@ -389,7 +390,7 @@ def test_stop_strings(seen):
 def test_refusals(texts, more, error):
     model = tiny("llama", "eager")
     with hf_fastattn.patch(model), pytest.raises((ValueError, TypeError), match=error):
-        model.generate_batch(texts, options(), **more)
+        model.generate_batch(texts, **({"generation_config": options()} | more))
 
 
 @pytest.mark.parametrize("family", ["opt", "gptj"])
@@ -416,6 +417,16 @@ def test_autocast(seen):
         model.generate_batch(texts, options(), sizes())
     first, second, last = (each.storage for each in seen)
     assert first is second is not last and first.layers[0].dtype == torch.bfloat16
+
+
+def test_a_model_in_training_mode(seen):
+    model, texts = tiny("llama", "eager", attention_dropout=0.9), ragged()
+    expected = alone(model, texts)
+    model.train()
+    model.lm_head.eval()
+    with hf_fastattn.patch(model):
+        assert tokens(model.generate_batch(texts, options(), sizes())) == expected
+    assert [module for module in model.modules() if not module.training] == [model.lm_head]
 
 
 def test_refused_models():

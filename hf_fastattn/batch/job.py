@@ -174,6 +174,7 @@ def settings_of(
 ) -> Settings:
     """The sizes of a job. texts: the most tokens of each text. kinds: of the layers. held: bytes that can be freed for its pages.
     Raises ValueError."""
+    batching = getattr(asked.config, "continuous_batching_config", None) if batching is None else batching
     size = SIZE if batching is None else hf.page_size_of(batching)
     if size not in SIZES:
         raise ValueError(f"A page has {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} tokens; got page_size={size}.")

@@ -207,7 +207,8 @@ class Loop:
             self._note(row, coming)
         room = self.most - len(self.rows) - sum(min(row.copies, self.most) for row in self.reading)
         compared = False  # whether the weights have been, in this step
-        for row in [*self.waiting]:
+        before = len(self.waiting)
+        for row in [*itertools.islice(self.waiting, self.most)]:
             if (pool := self.pages.lacks(row.next)) is not None:
                 self.waiting.remove(row)
                 self._fail(row, pool)
@@ -238,7 +239,7 @@ class Loop:
         if not parts and not self.rows and not self.flights:
             if len(self.reading) > 1:
                 self._restart()  # prompts that are read in part hold all pages
-            elif self.waiting or self.reading:
+            elif len(self.waiting) == before and (self.waiting or self.reading):
                 raise RuntimeError(f"No text of this generate_batch() can go on; {self.pages.in_use} pages are in use.")
         return parts
 

@@ -110,16 +110,21 @@ class Batches:
     def loop(
         self, model: hf.PreTrainedModel, asked: job.Asked, texts: list[int], batching: hf.ContinuousBatchingConfig | None
     ) -> Iterator[Loop]:
-        """The loop of a job for texts of at most so many tokens each."""
+        """The loop of a job for texts of at most so many tokens each. The model is in eval mode meanwhile, as in Transformers."""
         caches = self.__self__.caches
         settings = job.settings_of(model, asked, texts, batching, caches.kinds, caches.pool.idle_bytes)
         forward.abandon(model)
         storage = self._storage(model, settings)
         forward.free_for_training(model, caches.pool)
+        training = [module for module in model.modules() if module.training]
         try:
+            for module in training:
+                module.training = False
             forwards = self._forwards(model, storage, asked.processors)
             yield job.loop_of(model, storage, asked, settings, *forwards, fingerprint_of(model))
         finally:
+            for module in training:
+                module.training = True
             storage.reset()
             caches.pool.give(storage, -settings.size)
 
