@@ -351,7 +351,7 @@ def test_a_model_that_changes_in_a_call(change, seen):
                 assert tokens(found)[-1] == alone(model, texts[-1:])[0]
 
 
-def test_stop_strings(seen):
+def test_stop_strings(seen, monkeypatch):
     vocabulary = {chr(200 + index): index for index in range(1, 128)} | {"abcdef": 0}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="abcdef"))
     words.decoder = tokenizers.decoders.Fuse()
@@ -361,8 +361,11 @@ def test_stop_strings(seen):
     config = options(stop_strings=["".join(chr(200 + token) for token in plain[0][2:4]), chr(200 + plain[1][5])])
     expected = alone(model, texts, config, tokenizer=tokenizer)
     with hf_fastattn.patch(model):
+        calls, own = [], hf.StringEnds.__call__
+        monkeypatch.setattr(hf.StringEnds, "__call__", lambda self, texts: calls.append(1) or own(self, texts))
         assert tokens(model.generate_batch(texts, config, sizes(), tokenizer=tokenizer)) == expected
     assert len(expected[0]) < NEW and expected != plain
+    assert len(calls) <= seen[0].steps + len(texts) < sum(map(len, expected))  # once for all rows of a step
 
 
 @pytest.mark.parametrize(

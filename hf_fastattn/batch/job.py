@@ -264,7 +264,7 @@ def loop_of(
         most=settings.rows,
         budget=settings.budget,
         ends=hf.ends_of(config.eos_token_id),
-        stops=hf.stop_check(config, asked.tokenizer),
+        stops=hf.StringEnds(asked.tokenizer, config.stop_strings) if config.stop_strings else None,
         share=settings.share,
         fingerprint=fingerprint,
     )

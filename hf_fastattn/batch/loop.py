@@ -55,7 +55,7 @@ class Loop:
         most: int,
         budget: int,
         ends: Iterable[int],
-        stops: Callable[[list[int]], bool] | None,
+        stops: hf.StringEnds | None,
         share: bool,
         fingerprint: Callable[[], object],
     ):
@@ -206,7 +206,7 @@ class Loop:
         for row in self.reading:
             self._note(row, coming)
         room = self.most - len(self.rows) - sum(min(row.copies, self.most) for row in self.reading)
-        compared = False  # whether the weights have been, in this step
+        compared = False  # whether the model has been, in this step
         before = len(self.waiting)
         for row in [*itertools.islice(self.waiting, self.most)]:
             if (pool := self.pages.lacks(row.next)) is not None:
@@ -215,9 +215,6 @@ class Loop:
                 continue
             if left <= 0 or room < min(row.copies, self.most):
                 break
-            if self.share and not compared:
-                self._check_weights()
-            compared = True
             pages, key = self.pages.match(row.ids) if self.share else (self.pages.none(), None)
             if key is not None and key in coming:
                 continue
@@ -227,6 +224,11 @@ class Loop:
             if not self._make_room(row, row.done + count):
                 self._drop(row)
                 break
+            if pages[0] and not compared:
+                compared = True
+                if self._changed():
+                    self._drop(row)
+                    return self._plan()
             self.shared += row.done
             self.waiting.remove(row)
             self.reading.append(row)
@@ -243,13 +245,15 @@ class Loop:
                 raise RuntimeError(f"No text of this generate_batch() can go on; {self.pages.in_use} pages are in use.")
         return parts
 
-    def _check_weights(self) -> None:
-        """Find no text again that other weights have read."""
-        if (now := self.fingerprint()) != self.weights:
-            self.pages.forget_all()
-            self.weights = now
-            for row in self.reading:
-                row.old = True
+    def _changed(self) -> bool:
+        """Whether the model has. Then texts that it has read before are not found again."""
+        before, self.weights = self.weights, self.fingerprint()
+        if before == self.weights:
+            return False
+        self.pages.forget_all()
+        for row in self.reading:
+            row.old = True
+        return True
 
     def _note(self, row: Row, coming: set[Key]) -> None:
         if self.share and not row.old and (key := self.pages.match(row.ids)[1]) is not None:
@@ -370,10 +374,13 @@ class Loop:
             if event is not None:
                 event.synchronize()
             found = itertools.repeat(None) if logprobs is None else logprobs.tolist()
-            for row, token, logprob in zip(rows, tokens.tolist(), found, strict=False):
-                if row.ended:
-                    continue
-                if row.takes(token, logprob, self.ends, self.stops):
+            live = [each for each in zip(rows, tokens.tolist(), found, strict=False) if not each[0].ended]
+            for row, token, logprob in live:
+                row.take(token, logprob)
+            stops = self.stops
+            stopped = itertools.repeat(False) if stops is None else stops([row.last(stops.tokens) for row, *_ in live])
+            for (row, token, _), stop in zip(live, stopped, strict=False):
+                if stop or token in (self.ends if row.ends is None else row.ends) or len(row.new) >= row.limit:
                     self._finish(row)
                 elif row.streamed and self.on_result is not None:
                     self.on_result(row.result())

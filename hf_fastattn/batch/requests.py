@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,21 +60,17 @@ class Row:
         more: dict[str, Any] = {name: getattr(self, name) for name in ("stamped", "made", "begun", "ends", "streamed")}
         return Row(f"{self.id}__child#{index}", self.prompt, self.limit, **more)
 
-    def takes(self, token: int, logprob: float | None, ends: frozenset[int], stops: Callable[[list[int]], bool] | None) -> bool:
-        """Add a token. Returns whether the text ends."""
+    def last(self, count: int) -> list[int]:
+        """The last ids."""
+        return self.prompt[len(self.new) - count :] + self.new if count > len(self.new) else self.new[-count:]
+
+    def take(self, token: int, logprob: float | None) -> None:
+        """Add a token."""
         self.new.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
         if self.stamped:
             self.stamps.append(time.perf_counter())
-        if not (
-            token in (ends if self.ends is None else self.ends)
-            or len(self.new) >= self.limit
-            or (stops is not None and stops(self.ids))
-        ):
-            return False
-        self.ended = True
-        return True
 
     def result(self, error: str | None = None) -> hf.GenerationOutput:
         """The result, or what there is of it before the end."""
