@@ -127,6 +127,21 @@ def test_stops_cancels_and_pauses(model):
         pass
 
 
+def test_a_model_that_changes_in_a_pause(model):
+    start = prompts(60)[0]
+    with model.init_continuous_batching(options(max_new_tokens=200), sizes()) as manager:
+        streams = manager.request_id_iter(manager.add_request([*start, 5], streaming=True))
+        next(streams)
+        with manager.pause():
+            for parameter in model.parameters():
+                parameter.data.mul_(1.3)  # which torch does not count
+        name = manager.add_request([*start, 6], max_new_tokens=8)
+        assert manager.get_result(name).generated_tokens == alone(model, [[*start, 6]])[0]
+        manager.stop(block=False, hard_stop=True)
+        manager.start()
+        assert manager.get_result(manager.add_request(start, max_new_tokens=1)).error is None
+
+
 def test_errors_and_other_calls(model):
     text = prompts(20)[0]
     expected = alone(model, [text])[0]

@@ -250,10 +250,14 @@ class Loop:
         before, self.weights = self.weights, self.fingerprint()
         if before == self.weights:
             return False
+        self.forget()
+        return True
+
+    def forget(self) -> None:
+        """Find no text again that has been read so far, in whole or in part."""
         self.pages.forget_all()
         for row in self.reading:
             row.old = True
-        return True
 
     def _note(self, row: Row, coming: set[Key]) -> None:
         if self.share and not row.old and (key := self.pages.match(row.ids)[1]) is not None:

@@ -27,7 +27,8 @@ _STOPPED = "The manager was stopped before the end of this request."
 class Work:
     """What a manager and its thread share, with `changed` as the lock. inbox: requests that no loop has. rows: the requests
     without a result, by id. results: those that nobody has fetched, oldest first. ending: "" or how the thread ends. paused: how
-    many callers want it to wait; stepping: whether it does not. error: why it has ended by itself.
+    many callers want it to wait; stepping: whether it does not. resumed: whether one of them has changed the model, perhaps.
+    error: why it has ended by itself.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class Work:
         self.thread: threading.Thread | None = None
         self.ending = ""
         self.paused = 0
-        self.stepping = False
+        self.stepping = self.resumed = False
         self.error: BaseException | None = None
 
     @property
@@ -108,6 +109,9 @@ class Work:
         """Give the loop its requests. Returns whether a step follows."""
         with self.changed:
             self.changed.wait_for(lambda: not self.paused or self.ending == "hard")
+            if self.resumed:
+                loop.forget()
+                self.resumed = False
             loop.waiting += [row for row in self.inbox if row.id in self.cancelled]
             self.inbox = deque(row for row in self.inbox if row.id not in self.cancelled)
             while self.inbox and loop.holds(self.inbox[0]):
@@ -160,10 +164,11 @@ class Manager:
         """Does nothing."""
 
     def start(self) -> None:
-        """Start the thread, in the inference mode of the caller."""
+        """Start the thread, in the inference mode of the caller. After a stop() that did not wait, this waits for it."""
         work = self._work
-        if work.alive:
+        if work.alive and not work.ending:
             return
+        self.join()
         work.ending, work.error = "", None
         given = self._open, torch.is_inference_mode_enabled()
         work.thread = threading.Thread(target=work.run, args=given, daemon=True, name="hf_fastattn batches")
@@ -204,6 +209,7 @@ class Manager:
         finally:
             with work.changed:
                 work.paused -= 1
+                work.resumed = True
                 work.changed.notify_all()
 
     def __enter__(self) -> Manager:
