@@ -48,8 +48,8 @@ class PagedLayer(Buffered):
             self.buffers = [x.new_zeros(self.pages, x.shape[1], self.size, x.shape[3]) for x in (key_states, value_states)]
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    def write(self, rows: Ragged, *states: torch.Tensor) -> Pair:
-        """Store K and V (batch, num_kv_heads, q_len, head_dim) of a step, and return those to attend to."""
+    def ready(self, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """K and V as the pools hold them, which are there afterwards."""
         refuse_gradient(*states)
         kind = states[0].device.type
         if torch.is_autocast_enabled(kind):  # attention casts queries so, and a part of the model's operations K or V
@@ -61,6 +61,11 @@ class PagedLayer(Buffered):
                 f"The pages of this model hold {self.dtype}, and it computes K and V in {states[0].dtype} now. Call "
                 "hf_fastattn.unpatch() and patch() on it: new pages have the new dtype."
             )
+        return states
+
+    def write(self, rows: Ragged, *states: torch.Tensor) -> Pair:
+        """Store K and V (batch, num_kv_heads, q_len, head_dim) of a step, and return those to attend to."""
+        states = self.ready(*states)
         for pool, x in zip(self.buffers, states, strict=True):
             pool[rows.pages[self.table], :, rows.slots] = x.transpose(1, 2).flatten(0, 1)
         rows.stored += 1
