@@ -17,10 +17,11 @@ from . import masks
 class Ragged:
     """The keys of each query of one forward.
 
-    sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages, slots: the place in a pool
-    of each new token, int64 (batch * q_len,). keys: the places of all keys, as two tensors, int64 (kv_len,) each, for prompts in
-    one row of which some follow a cached text; None if they are the new tokens. stored, attended: numbers of layers
-    that have stored K and V, and of calls of attention.
+    sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages, slots: of prompts in one row
+    the place in a pool of each new token, int64 (q_len,); of rows over pages their table, int32 (batch, pages), and the slot of
+    the new token of each, int64 (batch,). keys: the places of all keys, as two tensors, int64 (kv_len,) each, for prompts in one
+    row of which some follow a cached text; None if they are the new tokens. stored, attended: numbers of layers that have stored
+    K and V, and of calls of attention.
     """
 
     def __init__(
@@ -67,11 +68,9 @@ class Ragged:
             )
 
 
-def of_rows(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Spans of one query of each row, after `lengths` tokens, int32 (rows,)."""
-    none, last = torch.zeros_like(lengths), torch.full_like(lengths, spans.CAUSAL)
-    ints = [lengths, none, lengths + 1, torch.full_like(lengths, spans.width_of(window)), last, none]
-    return torch.stack(ints, -1).view(-1, 1, 1, spans.WORDS)
+def of_rows(lengths: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
+    """Spans of one query of each row, after `lengths` tokens, int64 (rows,)."""
+    return spans.build_spans(len(lengths), 1, kv_len, lengths.device, q_offset=lengths, window=window)
 
 
 def of_prompts(first: torch.Tensor, own: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:

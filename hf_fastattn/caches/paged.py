@@ -17,6 +17,7 @@ from ..attention import ragged
 from ..attention import step as steps
 from ..attention.ragged import Ragged
 from ..attention.step import EAGER, Step
+from ..kernels.spec import KV
 from .buffers import Buffered, Pair, refuse_gradient
 from .contract import Storage
 from .pages import Pages
@@ -46,8 +47,20 @@ class PagedLayer(Buffered):
             self.buffers = [x.new_zeros(self.pages, x.shape[1], self.size, x.shape[3]) for x in (key_states, value_states)]
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
+    def append(self, rows: Ragged, key_states: torch.Tensor, value_states: torch.Tensor) -> KV:
+        """Store K and V (batch, num_kv_heads, 1, head_dim) of a step of the rows, and return those to attend to."""
+        from ..kernels.decode.append import append  # with Triton
+        from ..kernels.paged import paged
+
+        refuse_gradient(key_states, value_states)
+        keys, values = self.buffers
+        kv = paged(keys, values, rows.pages)
+        append(kv, key_states, value_states, rows.slots)
+        rows.stored += 1
+        return kv
+
     def write(self, rows: Ragged, *states: torch.Tensor) -> Pair:
-        """Store K and V (batch, num_kv_heads, q_len, head_dim) of a step, and return those to attend to."""
+        """Store K and V (1, num_kv_heads, tokens, head_dim) of prompts in one row, and return those to attend to."""
         refuse_gradient(*states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
@@ -89,7 +102,7 @@ class PagedStorage(Storage):
         self.most_rows, self.width = most_rows, width
         with torch.inference_mode(False):
             self.tables = torch.zeros(most_rows, width, dtype=torch.int32, device=device)
-            self.lengths = torch.zeros(most_rows, dtype=torch.int32, device=device)
+            self.lengths = torch.zeros(most_rows, dtype=torch.int64, device=device)
             self.live = torch.zeros(most_rows, dtype=torch.int32, device=device)
             self.last = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self.bucket = 0
@@ -135,14 +148,13 @@ class PagedStorage(Storage):
 
     def present(self) -> Ragged:
         """What the rows of the table see in a step of one token of each."""
-        rows, size = self.bucket, self.pages.size
-        lengths, table = self.lengths[:rows], self.tables[:rows]
-        pages = table.gather(1, (lengths // size).long()[:, None])[:, 0]
-        sizes = rows, 1, self.width * size
-        return Ragged(sizes, partial(ragged.of_rows, lengths), pages.long(), (lengths % size).long())
+        rows, kv_len = self.bucket, self.width * self.pages.size
+        lengths = self.lengths[:rows]
+        build = partial(ragged.of_rows, lengths, kv_len)
+        return Ragged((rows, 1, kv_len), build, self.tables[:rows], lengths)
 
     def step(self) -> None:
-        self.lengths[: self.bucket] += self.live[: self.bucket]
+        self.lengths[: self.bucket].add_(self.live[: self.bucket])
 
     def advance(self, tokens: int = 1) -> None:
         self.steps += 1
@@ -175,13 +187,9 @@ class PagedCache(StoredCache):
         if step is None or step.ragged is None:
             raise ValueError("A cache in pages is written by generate_batch() of a patched model, and by no other forward.")
         layer: PagedLayer = self.storage.layers[layer_idx]
-        written = layer.write(step.ragged, key_states, value_states)
         if self.storage.prompts is not None:
-            return written
-        from ..kernels.paged import paged  # with Triton
-
-        k, v = layer.buffers
-        step.kv = paged(k, v, self.storage.tables[: self.storage.bucket])
+            return layer.write(step.ragged, key_states, value_states)
+        step.kv = layer.append(step.ragged, key_states, value_states)
         return step.kv.k, step.kv.v
 
 
