@@ -26,14 +26,14 @@ def run(
 ) -> torch.Tensor:
     words = 0 if mask is None else num_words(kv_len)
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
-    on_device = isinstance(q_offset, torch.Tensor)
+    offset = q_offset.contiguous() if isinstance(q_offset, torch.Tensor) else None
     launch.start(
         _build_spans_kernel,
         (rows,),
         spans,
         spans if mask is None else mask,
-        q_offset.contiguous() if on_device else torch.empty(0, dtype=torch.int64, device=device),
-        0 if on_device else q_offset,
+        torch.empty(0, dtype=torch.int64, device=device) if offset is None else offset,
+        q_offset if offset is None else 0,
         0 if mask is None else mask.stride(0),
         1 if mask is None else mask.stride(1),
         0 if mask is None else mask.shape[1],
@@ -42,7 +42,7 @@ def run(
         kv_len,
         kv_offset,
         width_of(window),
-        EACH=on_device and q_offset.numel() > 1,
+        EACH=offset is not None and offset.numel() > 1,
         HAS_MASK=mask is not None,
         CAUSAL=CAUSAL if causal else 0,
         HOLES=HOLES,
