@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -82,6 +83,21 @@ def test_the_list_has_what_a_life_meets_and_little_more(name, target, part):
     met, kernels = lives.met_apart(recipe, part), warm.listed(recipe)
     assert not [kernel for kernel in met if kernel not in kernels]
     assert part != "whole" or len(kernels) <= SURPLUS * len(met)
+
+
+LIVES = [("Llama 1B", "H100", "job"), *itertools.product(["Llama 1B", "GPT-OSS 20B"], ("H100", "A100"), ["jobs"])]
+
+
+@pytest.mark.parametrize("name, target, part", slow_unless(LIVES[0].__eq__, LIVES))
+def test_the_list_of_generate_batch_has_what_jobs_meet_and_few_further_kernels(name, target, part):
+    recipe = lives.recipe_of(name, TARGETS[target])
+    met, kernels, others = lives.met_apart(recipe, part), warm.listed(recipe._replace(page=64)), warm.listed(recipe)
+    assert len(met) > 15 and any("load_64" in str(kernel.as_json()) for kernel in met)
+    assert not [kernel for kernel in met if kernel not in kernels]
+    assert len([kernel for kernel in kernels if kernel not in others]) <= 16
+    assert part == "job" or len(kernels) <= SURPLUS * len(met)
+    assert not any("load_64" in str(kernel.as_json()) for kernel in others)
+    assert [kernel.seconds for kernel in kernels] == sorted((kernel.seconds for kernel in kernels), reverse=True)
 
 
 def small_recipe():

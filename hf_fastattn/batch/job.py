@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import hf
+from .. import hf, registry
 from ..caches.layers import free_bytes
 from ..caches.paged import PagedStorage
 from .loop import KEEP, Loop
@@ -66,6 +66,13 @@ class Settings(NamedTuple):
     @property
     def copies(self) -> int:
         return self.config.num_return_sequences or 1
+
+
+def why_not_backend(name: str) -> str | None:
+    """Why attention of this name cannot serve a job."""
+    if name in registry.names() and registry.get(name).packed and not registry.get(name).invariant:
+        return None
+    return f"attn_implementation={name!r} does not read prompts of several texts as one row, as 'lean' does"
 
 
 def why_not(model: hf.PreTrainedModel, kinds: Sequence[hf.Kind], others: str | None) -> str | None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ... import hf, registry
+from ... import hf
 from ...batch import job
 from ...batch.loop import BUCKETS
 from ...caches import forward
 from ...caches.paged import PagedStorage
 from ..graphs import graphs
+from ..graphs.state import MARK
 from .forwards import Forwards
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class Batches:
             return {}
         pool = generation.caches.pool
         settings = job.settings_of(model, prompts, config, batching, kwargs, held=pool.idle_bytes)
+        vars(model)[MARK].begin_batches(settings.size)
         forward.abandon(model)
         storage = self._storage(model, settings)
         forward.free_for_training(model, pool)
@@ -122,12 +124,10 @@ class Batches:
 
     def _why_not(self, model: hf.PreTrainedModel) -> str | None:
         generation, name = self.__self__, model.config._attn_implementation
-        others = None
-        if name not in registry.names() or not registry.get(name).packed or registry.get(name).invariant:
-            others = f"attn_implementation={name!r} does not read prompts of several texts as one row, as 'lean' does"
-        elif generation.caches.streaming is not None:
+        others = job.why_not_backend(name)
+        if others is None and generation.caches.streaming is not None:
             others = f"{name!r} drops tokens, and pages keep them"
-        elif generation.ranks.several:
+        elif others is None and generation.ranks.several:
             others = "several ranks share it"
         return job.why_not(model, generation.caches.kinds, others)
 
