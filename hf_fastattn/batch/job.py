@@ -10,7 +10,7 @@ import torch
 
 from .. import hf, registry
 from ..caches.layers import free_bytes
-from ..caches.paged import PagedStorage
+from ..caches.paged import GROUP, PagedStorage
 from .loop import KEEP, Loop
 from .pick import Picker
 from .requests import BatchError, Row
@@ -200,6 +200,12 @@ def _affordable(model: hf.PreTrainedModel, needed: int, size: int, share: float,
     return max(1, min(needed, int((free + held) * share) // (bytes_of_token(model) * size)))
 
 
+def most_members(model: hf.PreTrainedModel) -> int:
+    """The most rows whose queries are one block of a decode kernel."""
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", GROUP)
+    return max(1, GROUP * min(shape.num_kv_heads for shape in hf.layer_shapes(model.config)) // heads)
+
+
 def is_short(model: hf.PreTrainedModel, settings: Settings) -> bool:
     """Whether the pages of a call do not fit into the memory that is free now."""
     free = free_bytes(model.device)
@@ -226,6 +232,7 @@ def loop_of(
         ends=[] if eos is None else eos if isinstance(eos, (list, tuple)) else [eos],
         stops=hf.stop_check(config, settings.tokenizer),
         share=settings.share,
+        group=most_members(model),
         fingerprint=lambda: [(p.data_ptr(), p._version if not p.is_inference() else 0) for p in parameters],
     )
 

@@ -15,13 +15,15 @@ import torch
 
 from ..attention import ragged
 from ..attention import step as steps
-from ..attention.ragged import Ragged
+from ..attention.ragged import Ragged, Shared
 from ..attention.step import EAGER, Step
 from ..kernels.spec import KV
 from .buffers import Buffered, Pair, refuse_gradient
 from .contract import Storage
 from .pages import Pages
 from .stored import Arguments, StoredCache
+
+GROUP = 64  # the most rows of a group, whose queries are those of one block of a kernel
 
 
 class PagedLayer(Buffered):
@@ -89,7 +91,8 @@ class PagedLayer(Buffered):
 class PagedStorage(Storage):
     """The pools of all layers, and the rows that are decoded. most_rows, width: rows and pages of a row that the table has.
 
-    bucket: the number of rows of a step; live rows come first. prompts: what the prompts of the current forward see, None in a
+    bucket: the number of rows of a step; live rows come first. sharing: the most rows of a group whose first tokens a step reads
+    once (`share`), 0 if each row reads its own. prompts: what the prompts of the current forward see, None in a
     step of the rows.
     """
 
@@ -105,7 +108,8 @@ class PagedStorage(Storage):
             self.lengths = torch.zeros(most_rows, dtype=torch.int64, device=device)
             self.live = torch.zeros(most_rows, dtype=torch.int32, device=device)
             self.last = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self.bucket = 0
+            self.groups = torch.zeros(GROUP * (most_rows // 4 + 2) + 2 * most_rows, dtype=torch.int64, device=device)
+        self.bucket = self.sharing = 0
         self.steps = 1
         self.prompts: Ragged | None = None
 
@@ -122,8 +126,8 @@ class PagedStorage(Storage):
         return self.pages.count * self.pages.size
 
     @property
-    def variant(self) -> int:
-        return self.bucket
+    def variant(self) -> tuple[int, int]:
+        return self.bucket, self.sharing
 
     def fits(self, dtype: torch.dtype, layers: int) -> bool:
         """Whether its pools, if there are any yet, hold states of this dtype in so many layers."""
@@ -137,7 +141,7 @@ class PagedStorage(Storage):
         self.pages = Pages(self.pages.count, self.pages.size)
         for tensor in (self.tables, self.lengths, self.live, self.last):
             tensor.zero_()
-        self.bucket, self.prompts, self.cut_short = 0, None, False
+        self.bucket, self.sharing, self.prompts, self.cut_short = 0, 0, None, False
 
     def copy(self, source: list[int], target: list[int], device: torch.device) -> None:
         """Copy pages, of all layers."""
@@ -146,12 +150,42 @@ class PagedStorage(Storage):
             for pool in layer.buffers:
                 pool[at[1]] = pool[at[0]]
 
+    @property
+    def bytes_of_token(self) -> int:
+        """The bytes of K and V of a token in the first layer."""
+        return (
+            sum(pool[0, :, 0].numel() * pool.itemsize for pool in self.layers[0].buffers) if self.layers[0].is_initialized else 0
+        )
+
     def present(self) -> Ragged:
         """What the rows of the table see in a step of one token of each."""
         rows, kv_len = self.bucket, self.width * self.pages.size
         lengths = self.lengths[:rows]
         build = partial(ragged.of_rows, lengths, kv_len)
-        return Ragged((rows, 1, kv_len), build, self.tables[:rows], lengths)
+        return Ragged((rows, 1, kv_len), build, self.tables[:rows], lengths, shared=self.shared() if self.sharing else None)
+
+    def share(self, groups: list[tuple[list[int], int]], most: int) -> None:
+        """Let steps of `bucket` rows read tokens once. groups: at most bucket // 4, each of at most `most` rows and the number of
+        tokens with which all of them begin."""
+        self.sharing = most if groups else 0
+        if not groups:
+            return
+        count = self.bucket // 4 + 1
+        place, own = [(count - 1) * most] * self.bucket, [0] * self.bucket
+        members = [0] * (count * most)
+        for index, (rows, tokens) in enumerate(groups):
+            members[index * most : (index + 1) * most] = rows + rows[:1] * (most - len(rows))
+            for i, row in enumerate(rows):
+                place[row], own[row] = index * most + i, tokens
+        lengths = [tokens for _, tokens in groups] + [0] * (count - len(groups))
+        values = [*members, *lengths, *place, *own]
+        self.groups[: len(values)] = on_device(values, self.groups.device)
+
+    def shared(self) -> Shared:
+        rows, most = self.bucket, self.sharing
+        count = rows // 4 + 1
+        members, lengths, place, own = self.groups[: count * (most + 1) + 2 * rows].split([count * most, count, rows, rows])
+        return Shared(members.view(count, most), lengths, place, own)
 
     def step(self) -> None:
         self.lengths[: self.bucket].add_(self.live[: self.bucket])
