@@ -183,13 +183,17 @@ def listed(
             points += [_Point(tokens=length, captured=True, last=False) for length in DRAFTS]
         for point in points:
             run(point)
-    kernels = [*found.values()]
-    parts = (kernels[begin:end] for begin, end in itertools.pairwise([*ends, len(kernels)]))
+    return _slowest_first([*found.values()], ends)
+
+
+def _slowest_first(kernels: list[Kernel], begins: list[int]) -> list[Kernel]:
+    """The kernels of each part, which begin at these places, with its slowest ones first."""
+    parts = (kernels[begin:end] for begin, end in itertools.pairwise([*begins, len(kernels)]))
     return [kernel for part in parts for kernel in sorted(part, key=lambda each: -each.seconds)]
 
 
 def _of_batches(recipe: Recipe, most: int, tokens: int, stop: Callable[[], None] | None) -> list[Kernel]:
-    """The kernels of generate_batch() with up to `most` rows, the slowest first."""
+    """The kernels of generate_batch() with up to `most` rows: those of rows that each read their own keys, then the others."""
     depths, lengths = [depth for depth in DEPTHS if depth < tokens], [n for n in (1, 2, *PROMPTS) if n <= min(tokens, job.BUDGET)]
     buckets = [size for i, size in enumerate(BUCKETS) if not i or BUCKETS[i - 1] < most]
     with describing(recipe.target, stop) as found, torch.no_grad():
@@ -206,13 +210,16 @@ def _of_batches(recipe: Recipe, most: int, tokens: int, stop: Callable[[], None]
             for template in run.attention(_Point(rows, captured=recipe.graph)):
                 for depth in depths:
                     template.attend(rows, depth, 1)
-    return sorted(found.values(), key=lambda each: -each.seconds)
+        alone = len(found)
+        for rows, depth in itertools.product((size for size in buckets if size >= 4), depths[-1::-3]):
+            run(_Point(rows, past=depth, captured=recipe.graph, shared=True))
+    return _slowest_first([*found.values()], [0, alone])
 
 
 class _Point(NamedTuple):
     """One forward. tokens: new ones of each row; past: those before. captured: for a graph. masked: with a mask.
 
-    last: whether it returns only the logits of the last token.
+    last: whether it returns only the logits of the last token. shared: whether rows in pages share their first tokens.
     """
 
     rows: int = 1
@@ -221,6 +228,7 @@ class _Point(NamedTuple):
     captured: bool = False
     masked: bool = False
     last: bool = True
+    shared: bool = False
 
 
 class _Template(NamedTuple):
@@ -324,6 +332,7 @@ class _Batches(_Forwards):
             sizes = ((1, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
             layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device=device) for size in sizes))
         cache, storage.bucket = PagedCache.around(storage), rows
+        storage.sharing = job.most_members(model) if point.shared else 0
         ids = torch.empty(rows, tokens, dtype=torch.int64, device=device)
         state: Any = None  # which is compared in a generate_batch() alone
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: 1, hf.CACHE: cache}
