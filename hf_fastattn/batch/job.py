@@ -201,7 +201,9 @@ def _affordable(model: hf.PreTrainedModel, needed: int, size: int, share: float,
 
 
 def most_members(model: hf.PreTrainedModel) -> int:
-    """The most rows whose queries are one block of a decode kernel."""
+    """The most rows whose queries are one block of a decode kernel; 1 if no layer sees all tokens."""
+    if all(kind.window is not None for kind in hf.layer_kinds(model.config)):
+        return 1
     heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", GROUP)
     return max(1, GROUP * min(shape.num_kv_heads for shape in hf.layer_shapes(model.config)) // heads)
 
