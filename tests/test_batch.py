@@ -17,7 +17,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.attention import ragged as ragged_rows
-from hf_fastattn.batch import BatchError, job, loop
+from hf_fastattn.batch import BatchError, groups, job
 from hf_fastattn.batch.groups import groups_of
 from hf_fastattn.batch.requests import Row
 from hf_fastattn.caches import paged
@@ -471,13 +471,13 @@ def test_shared_pages_are_read_once(family, graph, monkeypatch, seen):
     expected = alone(model, texts)
     calls, run = [], ragged_rows.Ragged.attend
     monkeypatch.setattr(ragged_rows.Ragged, "attend", lambda self, *given, **more: calls.append(0) or run(self, *given, **more))
-    monkeypatch.setattr(loop, "SAVES", 0)
+    monkeypatch.setattr(groups, "SAVES", 0)
     with hf_fastattn.patch(model, keep_graphs=True) as patch:  # what a step calls is code of this test
         for _ in range(2):
             found = model.generate_batch(texts, options(), sizes(max_requests_per_batch=8, max_batch_tokens=200))
             assert tokens(found) == expected
         assert calls and (not graph or (patch.captures > 0 and patch.uncaptured == 0))
-        monkeypatch.setattr(loop, "SAVES", 1 << 40)
+        monkeypatch.setattr(groups, "SAVES", 1 << 40)
         calls.clear()
         assert tokens(model.generate_batch(texts, options(), sizes(max_requests_per_batch=8, max_batch_tokens=200))) == expected
         assert not calls

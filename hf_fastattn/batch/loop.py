@@ -17,14 +17,13 @@ import torch
 from .. import hf
 from ..caches.paged import PagedCache, PagedStorage, on_device
 from ..caches.pages import Key
-from .groups import groups_of
+from . import groups
 from .pick import Picker
 from .prompts import Part, reading_of
 from .requests import Row
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 KEEP = "logits_to_keep"
-SAVES = 150_000_000  # bytes of K and V in each layer: some 40 us of a GPU, as a dozen small launches
 _LACKS = "needs {need} pages of {size} tokens, and the pool has {count}. Ask for fewer tokens or more blocks (num_blocks)."
 
 
@@ -276,7 +275,8 @@ class Loop:
         bucket = next((size for size in BUCKETS if len(rows) <= size <= storage.most_rows), storage.most_rows)
         storage.bucket, storage.prompts = bucket, None
         if self.grouped != rows:
-            self._group()
+            self.grouped = [*rows]
+            storage.share(groups.worth([row.pages for row in rows], self.group, storage), self.group)
         lengths = storage.lengths[:bucket]
         positions = lengths.long()[:, None]
         given = {"input_ids": storage.last[:bucket, None], "position_ids": positions, hf.CACHE: self.cache, "use_cache": True}
@@ -292,16 +292,6 @@ class Loop:
         storage.last[: len(rows)] = tokens
         self.steps += 1
         self._fly([*rows], tokens, logprobs)
-
-    def _group(self) -> None:
-        """Let steps of these rows read the pages that they share once, where this saves more than it costs."""
-        self.grouped = [*self.rows]
-        storage, size = self.storage, self.pages.size
-        groups = groups_of([row.pages for row in self.rows], self.group)
-        saved = sorted(((len(rows) - 1) * count * size, index) for index, (rows, count) in enumerate(groups))
-        saved = saved[-(storage.bucket // 4) :] if storage.bucket >= 4 else []
-        pays = sum(tokens for tokens, _ in saved) * storage.bytes_of_token > SAVES
-        storage.share([(groups[index][0], groups[index][1] * size) for _, index in saved] if pays else [], self.group)
 
     def _read(self, parts: list[Part]) -> None:
         ids, positions, sees, ended, kept = reading_of(parts, self.pages.size, self.device)
