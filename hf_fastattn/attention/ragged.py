@@ -91,8 +91,8 @@ class Ragged:
             assert kv.pages is not None
             own = ints.clone()
             own[:, 0, 0, spans.KV_START] = shared.own
+            # The first query is at the last token of its group, so that all see all tokens.
             of_groups = spans.build_spans(len(shared.members), 1, kv.sizes.kv_len, q.device, q_offset=shared.lengths - 1)
-            of_groups[..., spans.FLAGS] = 0  # each query sees all tokens of its group
             self.parts = own, of_groups, kv.pages[shared.members[:, 0]]
         own, of_groups, table = self.parts
         mine, lse = run(q, kv, spec, own, return_lse=True, **options)
