@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 import hf_fastattn
 from hf_fastattn import hf
+from hf_fastattn.batch import groups
 from hf_fastattn.hf import packages
 from hf_fastattn.kernels import TritonKernel
 from hf_fastattn.kernels.ahead.describe import Kernel, _plain
@@ -102,6 +103,7 @@ def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, 
         patch.setattr(forwards, "launch_bound", lambda model: recipe.most)
         for module in (torch.nn.functional, experts):
             patch.setattr(module, "linear", linear)
+        patch.setattr(groups, "SAVES", 0)  # rows share few tokens here
         patch.setattr(hf, "stock_experts", lambda module, name: lambda module, x, *rest: torch.zeros_like(x))
         model = recipe.small().to_empty(device="cpu")
         with torch.no_grad():
@@ -162,6 +164,22 @@ class Life:
         yield from [self.padded()] * 2
         yield from (self.generate(300, num_beams=4), self.generate(300, prompt_lookup_num_tokens=8))
 
+    def batch(self, lengths: list[int], new: int = 3, **options: Any) -> Call:
+        prompts = [torch.randint(5, 30_000, (length,)).tolist() for length in lengths]
+        prompts.append([*prompts[0], 7])  # read behind the pages of another prompt, if that is long enough
+        return lambda: self.model.generate_batch(prompts, **{"max_new_tokens": new, "do_sample": False, **options})
+
+    def job(self) -> Iterator[Call]:
+        """Few calls of generate_batch()."""
+        yield from (self.batch([100, 20, 200]), self.batch([10] * 20), self.batch([1]))
+
+    def jobs(self) -> Iterator[Call]:
+        """Few and many prompts, short and long ones, with rows that come and go, and in parts."""
+        yield from self.job()
+        yield from (self.batch([self.length(0, 10) for _ in range(rows)]) for rows in (1, 2, 3, 7, 40, 60, 90, 120, 250))
+        yield from (self.batch(lengths) for lengths in ([9000, 1], [30_000], [100, 1500]))
+        yield self.batch([20] * 12, max_new_tokens=[3, 5, 9] * 4 + [4])
+
     def whole(self) -> Iterator[Call]:
         """300 calls."""
         yield from self.day()
@@ -179,7 +197,7 @@ def met_apart(recipe: warm.Recipe, part: str) -> list[Kernel]:
 
 
 def met(recipe: warm.Recipe, part: str) -> list[Kernel]:
-    """What a part of the life of a model compiles: "hour", "day" or "whole"."""
+    """What a part of the life of a model compiles: "hour", "day", "whole", "job" or "jobs"."""
     torch.manual_seed(0)
     with living(recipe) as (model, found), torch.inference_mode():
         for call in getattr(Life(model), part)():

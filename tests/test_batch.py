@@ -16,7 +16,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProce
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.batch import BatchError, job
+from hf_fastattn.attention import ragged as ragged_rows
+from hf_fastattn.batch import BatchError, groups, job
+from hf_fastattn.batch.groups import groups_of
 from hf_fastattn.batch.requests import Row
 from hf_fastattn.caches import paged
 from hf_fastattn.caches.pages import Pages
@@ -576,3 +578,35 @@ def test_a_page_is_not_found_behind_one_that_is_forgotten():
     pages.drop(old[:1])
     assert len(pages.take(2)) == 2
     assert pages.match([1, 2, 3, 4, 5])[0] == [] and not pages.known and not pages.key_of
+
+
+def test_groups():
+    a, b, c = [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [9]
+    assert groups_of([[*a, 10], [20, 21], [*a, 11], c, [*a, 12, 13]], 16) == [([0, 2, 4], 4)]
+    assert groups_of([[*b, 30], [1, 40], [*b, 31], [1, 41]], 16) == [([0, 2], 8), ([1, 3], 1)]  # behind one system prompt
+    assert groups_of([[*a, n] for n in range(10, 17)], 3) == [([0, 1, 2], 4), ([3, 4, 5], 4)]
+    assert groups_of([], 3) == groups_of([c], 3) == groups_of([c, [8]], 3) == groups_of([a, a], 1) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_shared_pages_are_read_once(family, graph, monkeypatch, seen):
+    """By the rows of a group in one block: samples, and texts behind one beginning."""
+    if graph:
+        fake_graph.use(monkeypatch)
+    model = tiny(family, "eager", **FAMILIES.get(family, (family, {}))[1])
+    start = prompts(70)[0]
+    texts = [[*start, n] for n in range(5, 9)] + prompts(40, 3) + [[*start[:40], n] for n in (9, 10)]
+    expected = alone(model, texts)
+    calls, run = [], ragged_rows.Ragged.attend
+    monkeypatch.setattr(ragged_rows.Ragged, "attend", lambda self, *given, **more: calls.append(0) or run(self, *given, **more))
+    monkeypatch.setattr(groups, "SAVES", 0)
+    with hf_fastattn.patch(model, keep_graphs=True) as patch:  # what a step calls is code of this test
+        for _ in range(2):
+            found = model.generate_batch(texts, options(), sizes(max_requests_per_batch=8, max_batch_tokens=200))
+            assert tokens(found) == expected
+        assert calls and (not graph or (patch.captures > 0 and patch.uncaptured == 0))
+        monkeypatch.setattr(groups, "SAVES", 1 << 40)
+        calls.clear()
+        assert tokens(model.generate_batch(texts, options(), sizes(max_requests_per_batch=8, max_batch_tokens=200))) == expected
+        assert not calls

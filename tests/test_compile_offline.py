@@ -831,6 +831,7 @@ def test_spans_kernel_compiles(arch, tmp_path):
     with compiling(build_spans, ("_build_spans_kernel",), arch) as compiled:
         build_spans._build_spans_kernel[(4,)](
             *(span, mask, torch.zeros(1, dtype=torch.int64), 0, 100, 1, 100, spans.num_words(100), 1, 100, 0, spans.NO_WINDOW),
+            EACH=False,
             HAS_MASK=True,
             CAUSAL=spans.CAUSAL,
             HOLES=spans.HOLES,

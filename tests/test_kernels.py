@@ -594,6 +594,19 @@ def test_spans_without_holes_are_marked(device):
     assert (span[:, 0, 0, spans.FLAGS] & spans.HOLES != 0).tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_spans_of_rows_with_offsets_of_their_own(window, device):
+    offsets = torch.tensor([0, 69, 80, 12, 5], device=device)
+    span = spans.build_spans(5, 1, 70, device, q_offset=offsets, window=window)
+    each = [spans.build_spans(1, 1, 70, device, q_offset=int(offset), window=window) for offset in offsets]
+    assert torch.equal(span, torch.cat(each)) and len(set(span.flatten(1)[:, spans.KV_STOP].tolist())) == 4
+    if TRITON_RUNS:
+        apart = offsets.repeat_interleave(2)[::2]
+        assert torch.equal(build_spans_kernel.run(5, 1, 70, device, apart, 0, True, window, None), span)
+    with pytest.raises(ValueError, match=r"one element, or one for each of 5 rows; got \(3,\)"):
+        spans.build_spans(5, 1, 70, device, q_offset=offsets[:3])
+
+
 @pytest.mark.parametrize("rows, dtype", [(2, torch.int64), (3, torch.bool)])
 def test_spans_need_a_bool_mask(rows, dtype, device):
     sentence = rf"attention_mask must be bool of shape \(2, positions seen\); got {dtype} \({rows}, 5\)"

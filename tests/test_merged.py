@@ -286,6 +286,18 @@ def test_a_step_of_a_patched_model_has_no_launch_that_only_appends(monkeypatch, 
     assert names.count("rope_kernel") == 3 * layers  # of the prompt, of a rehearsal and of a capture
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts launches of steps that run, and a graph's do not")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_step_over_pages_has_no_more_launches_than_over_plain_tensors(family, steps_run, monkeypatch):
+    monkeypatch.setattr(launch.Launch, "__call__", lambda self, *tensors: None)  # they are counted, and none runs
+    model, ids = small_model(family, DEVICE).half(), torch.arange(3, 9, device=DEVICE).view(2, 3)
+    with hf_fastattn.patch(model, keep_graphs=True):
+        model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        model.generate_batch(ids.tolist(), max_new_tokens=3, do_sample=False, eos_token_id=None)
+    plain, paged = steps_run
+    assert paged["rope_kernel"] == model.config.num_hidden_layers and paged <= plain
+
+
 def test_only_modules_of_torch_and_transformers_qualify():
     """A module of another package may launch kernels that the mode does not see."""
     model = small_model("llama")

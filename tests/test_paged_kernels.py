@@ -17,6 +17,7 @@ from cases import slow_unless
 from conftest import DEVICE
 
 from hf_fastattn import registry
+from hf_fastattn.caches.paged import PagedStorage
 from hf_fastattn.kernels import paged, reference
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.spans import CAUSAL, width_of
@@ -103,6 +104,44 @@ def test_pages(kernel, case, device, monkeypatch):
     options = {"softcap": case.options.get("softcap"), "sink_logits": logits}
     expected = oracle.attention(q, k, v, seen, **options)
     tolerance.assert_attention(found, expected, q, k, v, spans, seen, {**case.options, **options}, f"{kernel.name} {case.id}")
+
+
+@pytest.mark.parametrize("name, logits", [("lean", True), ("split_kv", False)])
+def test_tokens_that_rows_share_are_read_once(name, logits, device):
+    """Two groups, of which one is full, a row that shares tokens and is in none, and one that only fills the batch."""
+    torch.manual_seed(0)
+    lengths, heads, dim, most = [35, 33, 50, 17, 20, 40, 1, 38], 4, 32, 3
+    k, v = (torch.randn(len(lengths), 2, 64, width, device=device) for width in (dim, 24))
+    groups = [([5, 0, 1], 32), ([4, 3], 16)]
+    for rows, tokens in [*groups, ([0, 7], 16)]:
+        for x in (k, v):
+            x[rows, :, :tokens] = x[rows[0], :, :tokens].clone()
+    table = torch.randperm(len(lengths) * 4).view(-1, 4).int()
+    for rows, tokens in [*groups, ([0, 7], 16)]:
+        table[rows, : tokens // 16] = table[rows[0], : tokens // 16].clone()
+    pools = [torch.full((len(lengths) * 4, 2, 16, x.shape[3]), float("nan"), device=device) for x in (k, v)]
+    kv = paged.paged(*pools, table.to(device))
+    slots = torch.arange(64, device=device).expand(len(lengths), -1)
+    kv.form.pack(kv, k, v, slots.where(slots < torch.tensor(lengths, device=device)[:, None], -1))
+    storage = PagedStorage([None], [2], 16, len(lengths), 4, torch.device(device))
+    storage.bucket = len(lengths)
+    storage.lengths[:] = torch.tensor(lengths) - 1
+    storage.share(groups, most)
+    rows = storage.present()
+    sizes = (len(lengths), 1, 64)
+    content = rows.mask((True, None), sizes, (name, "A model")).content
+    q, sinks = torch.randn(len(lengths), heads, 1, dim, device=device), torch.randn(heads, device=device) if logits else None
+    calls, run = [], registry.get(name).attend
+    found = rows.attend(
+        lambda q, kv, spec, spans, **options: calls.append(q.shape) or run(q, kv, spec, spans, **options),
+        *(q, kv, Spec(softcap=3.0), content),
+        sink_logits=sinks,
+    )
+    assert calls == [(8, heads, 1, dim), (3, heads, most, dim)]
+    seen = oracle.visible_from_spans(content, 1, 64)
+    options = {"softcap": 3.0, "sink_logits": sinks}
+    expected = oracle.attention(q, k, v, seen, **options)[0]
+    torch.testing.assert_close(found.double().cpu(), torch.as_tensor(expected).double().cpu(), atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="memory that is not touched takes no room on a CPU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ if INTERPRETED:
 
 import lives
 from test_compile_offline import OfflineDriver
+from transformers import ContinuousBatchingConfig
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -82,6 +84,22 @@ def test_the_list_has_what_a_life_meets_and_little_more(name, target, part):
     met, kernels = lives.met_apart(recipe, part), warm.listed(recipe)
     assert not [kernel for kernel in met if kernel not in kernels]
     assert part != "whole" or len(kernels) <= SURPLUS * len(met)
+
+
+LIVES = [("Llama 1B", "H100", "job"), *itertools.product(["Llama 1B", "GPT-OSS 20B"], ("H100", "A100"), ["jobs"])]
+
+
+@pytest.mark.parametrize("name, target, part", slow_unless(LIVES[0].__eq__, LIVES))
+def test_the_list_of_generate_batch_has_what_jobs_meet_and_few_further_kernels(name, target, part):
+    recipe = lives.recipe_of(name, TARGETS[target])
+    met, kernels, others = lives.met_apart(recipe, part), warm.listed(recipe._replace(page=64)), warm.listed(recipe)
+    assert len(met) > 15 and any("load_64" in str(kernel.as_json()) for kernel in met)
+    assert not [kernel for kernel in met if kernel not in kernels]
+    assert len([kernel for kernel in kernels if kernel not in others]) <= 32
+    assert part == "job" or len(kernels) <= SURPLUS * len(met)
+    assert not any("load_64" in str(kernel.as_json()) for kernel in others)
+    seconds = [kernel.seconds for kernel in kernels]
+    assert seconds[:20] == sorted(seconds[:20], reverse=True) and seconds[0] == max(seconds)
 
 
 def small_recipe():
@@ -152,6 +170,31 @@ def test_models_whose_kernels_are_not_known_ahead_are_refused_in_a_sentence():
         patched.warm()
     with pytest.raises(ValueError, match="already undone"):
         patched.warm()
+
+
+def test_a_list_of_generate_batch_is_of_models_and_pages_that_it_runs():
+    model = tiny("llama").bfloat16()
+    names = {ahead.Known(warm.Recipe.of(model, None, H100, batch)).name for batch in (False, True, 64, 256)}
+    assert len(names) == 3  # True is 64
+    one, most = (hf_fastattn.kernels_of(model, (rows,), target=H100, batch=16) for rows in (1, 200))
+    assert {kernel.name for kernel in one} < {kernel.name for kernel in most} and not [each for each in one if each not in most]
+    with pytest.raises(ValueError, match=r"batch must be True or the tokens of a page, one of \(16, 32, .*; got 48"):
+        hf_fastattn.kernels_of(model, target=H100, batch=48)
+    with pytest.raises(ValueError, match=r"'batch_invariant' does not read prompts of several texts as one row.*Leave batch out"):
+        hf_fastattn.kernels_of(model, backend="batch_invariant", target=H100, batch=True)
+    with hf_fastattn.patch(model) as patched, pytest.raises(ValueError, match="graphs=True captures steps of generate"):
+        patched.warm(graphs=True, batch=True)
+
+
+def test_the_first_generate_batch_begins_the_list_of_its_pages(monkeypatch):
+    model, begun = tiny("llama"), []
+    monkeypatch.setattr(ahead, "begin", lambda model, lazily, page=0: begun.append((lazily, page)))
+    with hf_fastattn.patch(model, compile="lazy"):
+        for page in (64, 64, 16):
+            name = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
+            config = ContinuousBatchingConfig(**{name: page})
+            model.generate_batch([[5, 6]], None, config, max_new_tokens=1, do_sample=False, eos_token_id=None)
+    assert begun == [(True, 0), (True, 64), (True, 16)]
 
 
 # ---- archives ----
@@ -479,12 +522,13 @@ def test_the_command_refuses_in_a_sentence(arguments, says, tmp_path, capsys):
         assert says in capsys.readouterr().err
 
 
-def test_the_command_compiles_and_exports_from_a_configuration_alone(cache, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("more", [[], ["--batch", "64"]], ids=["generate", "batch"])
+def test_the_command_compiles_and_exports_from_a_configuration_alone(more, cache, tmp_path, monkeypatch, capsys):
     tiny("llama").config.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(ahead, "_compile", lambda kernels, show: [pretend(kernel, cache) for kernel in kernels])
     file = str(tmp_path / "kernels.zip")
     options = ["--rows", "1", "--tokens", "300", "--arch", "90", "--dtype", "bfloat16", "--export", file]
-    assert cli.main(["warm", str(tmp_path / "model"), *options]) == 0
+    assert cli.main(["warm", str(tmp_path / "model"), *options, *more]) == 0
     said = capsys.readouterr().out
     assert " kernels compiled in " in said and f" kernels are in {file}, 0." in said
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))

@@ -7,20 +7,38 @@ mask function asks here for the mask of each kind of layer, and the attention fu
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels import spans
+from ..kernels.spec import KV, Spec
 from . import masks
+
+
+class Shared(NamedTuple):
+    """Rows that begin with the same pages, whose keys a step reads once for the queries of all of them.
+
+    members: the rows of each group, int64 (groups, most); one with fewer repeats a row. The last group is empty. lengths: number
+    of tokens that a group reads, int64 (groups,). place: of each row in members.flatten(), int64 (rows,), in the last group if it
+    has no other. own: number of tokens that its group reads for it, int64 (rows,).
+    """
+
+    members: torch.Tensor
+    lengths: torch.Tensor
+    place: torch.Tensor
+    own: torch.Tensor
 
 
 class Ragged:
     """The keys of each query of one forward.
 
-    sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages, slots: the place in a pool
-    of each new token, int64 (batch * q_len,). keys: the places of all keys, as two tensors, int64 (kv_len,) each, for prompts in
-    one row of which some follow a cached text; None if they are the new tokens. stored, attended: numbers of layers
-    that have stored K and V, and of calls of attention.
+    sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages, slots: of prompts in one
+    row the place in a pool of each new token, int64 (tables, q_len) and (q_len,); of rows over pages their tables, int32
+    (tables, batch, pages), and the slot of the new token of each, int64 (batch,). keys: the places of all keys, int64 (tables,
+    kv_len) and (kv_len,), for prompts in one row of which some follow a cached text; None if they are the new tokens. stored,
+    attended: numbers of layers that have stored K and V, and of calls of attention. shared: what rows over pages share, if it
+    is read once.
     """
 
     def __init__(
@@ -30,10 +48,13 @@ class Ragged:
         pages: torch.Tensor,
         slots: torch.Tensor,
         keys: tuple[torch.Tensor, torch.Tensor] | None = None,
+        shared: Shared | None = None,
     ):
         self.sizes, self.build, self.pages, self.slots, self.keys = sizes, build, pages, slots, keys
         self.masks: dict[int | None, masks.Mask] = {}
         self.stored = self.attended = 0
+        self.shared = shared
+        self.parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # what attend() makes once in a step
 
     def mask(self, pattern: tuple[bool, int | None] | None, sizes: masks.Sizes, made_for: masks.Names) -> masks.Mask:
         """The mask for layers of this pattern, (causal, window). Raises ValueError for others."""
@@ -58,6 +79,30 @@ class Ragged:
         if not any(content is each.content for each in self.masks.values()):
             raise ValueError("The model makes masks of its own, which do not fit K and V in pages. Use generate().")
 
+    def attend(
+        self, run: Callable[..., Any], q: torch.Tensor, kv: KV, spec: Spec, ints: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        """Attention by `run`, as `Backend.attend`. Layers that see all tokens read those that rows share once for each group, and
+        merge by the lse of both parts."""
+        full, shared = self.masks.get(None), self.shared
+        if shared is None or full is None or ints is None or full.content is not ints:
+            out: torch.Tensor = run(q, kv, spec, ints, **options)
+            return out
+        if self.parts is None:
+            assert kv.pages is not None
+            own = ints.clone()
+            own[:, 0, 0, spans.KV_START] = shared.own
+            # The first query is at the last token of its group, so that all see all tokens.
+            of_groups = spans.build_spans(len(shared.members), 1, kv.sizes.kv_len, q.device, q_offset=shared.lengths - 1)
+            self.parts = own, of_groups, kv.pages[shared.members[:, 0]]
+        own, of_groups, table = self.parts
+        mine, lse = run(q, kv, spec, own, return_lse=True, **options)
+        packed = q[:, :, 0][shared.members].transpose(1, 2)
+        once, lse_once = run(packed, kv._replace(pages=table), spec, of_groups, return_lse=True)
+        once, lse_once = once.transpose(1, 2).flatten(0, 1)[shared.place], lse_once.transpose(1, 2).flatten(0, 1)[shared.place]
+        weight = torch.sigmoid(lse_once[..., None] - lse)[..., None]  # each row sees its own new token: its lse is finite
+        return torch.lerp(mine.float(), once[:, :, None].float(), weight).to(mine.dtype)
+
     def finish(self) -> None:
         """Raise ValueError if a layer has stored K and V and has not attended to them here."""
         if not 0 < self.stored == self.attended:
@@ -67,11 +112,9 @@ class Ragged:
             )
 
 
-def of_rows(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Spans of one query of each row, after `lengths` tokens, int32 (rows,)."""
-    none, last = torch.zeros_like(lengths), torch.full_like(lengths, spans.CAUSAL)
-    ints = [lengths, none, lengths + 1, torch.full_like(lengths, spans.width_of(window)), last, none]
-    return torch.stack(ints, -1).view(-1, 1, 1, spans.WORDS)
+def of_rows(lengths: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:
+    """Spans of one query of each row, after `lengths` tokens, int64 (rows,)."""
+    return spans.build_spans(len(lengths), 1, kv_len, lengths.device, q_offset=lengths, window=window)
 
 
 def of_prompts(first: torch.Tensor, own: torch.Tensor, kv_len: int, window: int | None) -> torch.Tensor:

@@ -27,6 +27,9 @@ def attend(
     """Run the backend's kernel if the mask is spans or None; for any other mask torch's sdpa, or plain torch."""
     kv = steps.kv_of(k, v)
     if mask is None or mask.dtype == torch.int32:
+        rows = steps.ragged()
+        if rows is not None and rows.shared is not None:
+            return rows.attend(backend.attend, q, kv, spec, mask, sink_logits=sink_logits)
         run = context_parallel.over_shares(backend.attend) if isinstance(k, context_parallel.Share) else backend.attend
         return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
     k, v = kv.plain()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import hf
+from .. import hf, registry
 from ..caches.layers import free_bytes
-from ..caches.paged import PagedStorage, windows_of
+from ..caches.paged import GROUP, PagedStorage, windows_of
 from ..caches.pages import Pool
 from .loop import KEEP, Loop
 from .pick import Picker
@@ -76,6 +76,13 @@ class Settings(NamedTuple):
     budget: int
     share: bool
     logprobs: bool
+
+
+def why_not_backend(name: str) -> str | None:
+    """Why attention of this name cannot serve a job."""
+    if name in registry.names() and registry.get(name).packed and not registry.get(name).invariant:
+        return None
+    return f"attn_implementation={name!r} does not read prompts of several texts as one row, as 'lean' does"
 
 
 def why_not(model: hf.PreTrainedModel, kinds: Sequence[hf.Kind], others: str | None) -> str | None:
@@ -236,6 +243,14 @@ def bytes_of(model: hf.PreTrainedModel, windows: Sequence[int | None], size: int
     return tokens * size * model.dtype.itemsize
 
 
+def most_members(model: hf.PreTrainedModel) -> int:
+    """The most rows whose queries are one block of a decode kernel; 1 if no layer sees all tokens."""
+    if all(kind.window is not None for kind in hf.layer_kinds(model.config)):
+        return 1
+    heads = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", GROUP)
+    return max(1, GROUP * min(shape.num_kv_heads for shape in hf.layer_shapes(model.config)) // heads)
+
+
 def is_short(model: hf.PreTrainedModel, settings: Settings) -> bool:
     """Whether the pages of a call do not fit into the memory that is free now."""
     free = free_bytes(model.device)
@@ -267,6 +282,7 @@ def loop_of(
         stops=hf.StringEnds(asked.tokenizer, config.stop_strings) if config.stop_strings else None,
         share=settings.share,
         fingerprint=fingerprint,
+        group=most_members(model),
     )
 
 

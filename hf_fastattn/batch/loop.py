@@ -17,6 +17,7 @@ import torch
 from .. import hf
 from ..caches.paged import PagedCache, PagedStorage, on_device
 from ..caches.pages import Key, Pool
+from . import groups
 from .pick import Picker
 from .prompts import Part, reading_of
 from .requests import Row
@@ -40,8 +41,8 @@ class Loop:
 
     decode: a forward of one token of each row. read: a forward of prompts. keeps: whether the model takes logits_to_keep.
     most: the most rows. budget: the most tokens of prompts in a step. ends, stops: what ends a text. share: whether texts share
-    pages. fingerprint: a value that changes with the model. results: of finished requests, by id; if on_result is set, it
-    is called with them instead.
+    pages. group: the most rows that read shared pages together. fingerprint: a value that changes with the model. results: of
+    finished requests, by id; if on_result is set, it is called with them instead.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class Loop:
         ends: Iterable[int],
         stops: hf.StringEnds | None,
         share: bool,
+        group: int,
         fingerprint: Callable[[], object],
     ):
         self.storage, self.pages, self.picker = storage, storage.pages, picker
+        self.group, self.grouped = group, list[Row]()
         self.decode, self.read, self.keeps, self.most, self.budget = decode, read, keeps, most, budget
         self.ends, self.stops, self.share, self.fingerprint = frozenset(ends), stops, share, fingerprint
         self.device = storage.tables.device
@@ -278,6 +281,9 @@ class Loop:
         storage, rows = self.storage, self.rows
         bucket = next((size for size in BUCKETS if len(rows) <= size <= storage.most_rows), storage.most_rows)
         storage.bucket, storage.prompts = bucket, None
+        if self.grouped != rows:
+            self.grouped = [*rows]
+            storage.share(groups.worth([row.pages[0] for row in rows], self.group, storage), self.group)
         lengths = storage.lengths[:bucket]
         positions = lengths.long()[:, None]
         given = {"input_ids": storage.last[:bucket, None], "position_ids": positions, hf.CACHE: self.cache, "use_cache": True}

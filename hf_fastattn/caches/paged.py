@@ -17,12 +17,16 @@ import torch
 
 from ..attention import ragged
 from ..attention import step as steps
-from ..attention.ragged import Ragged
+from ..attention.ragged import Ragged, Shared
 from ..attention.step import EAGER, Step
+from ..kernels.host import gpu
+from ..kernels.spec import KV
 from .buffers import Buffered, Pair, refuse_gradient
 from .contract import Storage
 from .pages import Pools
 from .stored import Arguments, StoredCache
+
+GROUP = 64  # the most rows of a group, whose queries are those of one block of a kernel
 
 
 class PagedLayer(Buffered):
@@ -48,10 +52,10 @@ class PagedLayer(Buffered):
             self.buffers = [x.new_zeros(self.pages, x.shape[1], self.size, x.shape[3]) for x in (key_states, value_states)]
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    def ready(self, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """K and V as the pools hold them, which are there afterwards."""
+    def ready(self, *states: torch.Tensor) -> Pair:
+        """K and V in the dtype of the pages, which are allocated for the first. Raises ValueError if they have another."""
         refuse_gradient(*states)
-        kind = states[0].device.type
+        kind = gpu.autocast_type(states[0].device)
         if torch.is_autocast_enabled(kind):  # attention casts queries so, and a part of the model's operations K or V
             states = tuple(x.to(torch.get_autocast_dtype(kind)) for x in states)
         if not self.is_initialized:
@@ -61,10 +65,22 @@ class PagedLayer(Buffered):
                 f"The pages of this model hold {self.dtype}, and it computes K and V in {states[0].dtype} now. Call "
                 "hf_fastattn.unpatch() and patch() on it: new pages have the new dtype."
             )
-        return states
+        return states[0], states[1]
+
+    def append(self, rows: Ragged, key_states: torch.Tensor, value_states: torch.Tensor) -> KV:
+        """Store K and V (batch, num_kv_heads, 1, head_dim) of a step of the rows, and return those to attend to."""
+        from ..kernels.decode.append import append  # with Triton
+        from ..kernels.paged import paged
+
+        states = self.ready(key_states, value_states)
+        keys, values = self.buffers
+        kv = paged(keys, values, rows.pages[self.table])
+        append(kv, *states, rows.slots)
+        rows.stored += 1
+        return kv
 
     def write(self, rows: Ragged, *states: torch.Tensor) -> Pair:
-        """Store K and V (batch, num_kv_heads, q_len, head_dim) of a step, and return those to attend to."""
+        """Store K and V (1, num_kv_heads, tokens, head_dim) of prompts in one row, and return those to attend to."""
         states = self.ready(*states)
         for pool, x in zip(self.buffers, states, strict=True):
             pool[rows.pages[self.table], :, rows.slots] = x.transpose(1, 2).flatten(0, 1)
@@ -94,7 +110,8 @@ class PagedStorage(Storage):
 
     windows: of each layer; None if it sees all tokens. pages: numbers of pages, for the layers of each of windows_of().
     tables: int32 (len(pages), most_rows, width); places of tokens in pools (`Ragged.pages`, `keys`) have this first axis too.
-    bucket: the number of rows of a step; live rows come first. prompts: what the prompts of the current forward see, None in a
+    bucket: the number of rows of a step; live rows come first. sharing: the most rows of a group whose first tokens a step reads
+    once (`share`), 0 if each row reads its own. prompts: what the prompts of the current forward see, None in a
     step of the rows.
     """
 
@@ -115,13 +132,14 @@ class PagedStorage(Storage):
         tables = [*map(self.windows.index, windows)]
         self.pages = Pools(size, self.windows, pages)
         self.layers = [PagedLayer(index, pages[table], size, table) for index, table in enumerate(tables)]
-        self.most_rows, self.width = most_rows, width
+        self.most_rows, self.width = most_rows, (width := -(-width // 4) * 4)  # each table is aligned to 16 bytes
         with torch.inference_mode(False):
             self.tables = torch.zeros(len(pages), most_rows, width, dtype=torch.int32, device=device)
-            self.lengths = torch.zeros(most_rows, dtype=torch.int32, device=device)
+            self.lengths = torch.zeros(most_rows, dtype=torch.int64, device=device)
             self.live = torch.zeros(most_rows, dtype=torch.int32, device=device)
             self.last = torch.zeros(most_rows, dtype=torch.int64, device=device)
-        self.bucket = 0
+            self.groups = torch.zeros(GROUP * (most_rows // 4 + 2) + 2 * most_rows, dtype=torch.int64, device=device)
+        self.bucket = self.sharing = 0
         self.steps = 1
         self.prompts: Ragged | None = None
 
@@ -138,8 +156,8 @@ class PagedStorage(Storage):
         return self.pages.all.count * self.pages.size
 
     @property
-    def variant(self) -> int:
-        return self.bucket
+    def variant(self) -> tuple[int, int]:
+        return self.bucket, self.sharing
 
     def fits(self, windows: Sequence[int | None], pages: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> bool:
         """Whether it has so many pages for layers of these windows, and was made for these dtypes, of weights and of autocast."""
@@ -154,7 +172,7 @@ class PagedStorage(Storage):
         self.pages = Pools(self.pages.size, self.windows, [pool.count for pool in self.pages.each])
         for tensor in (self.tables, self.lengths, self.live, self.last):
             tensor.zero_()
-        self.bucket, self.prompts, self.cut_short = 0, None, False
+        self.bucket, self.sharing, self.prompts, self.cut_short = 0, 0, None, False
 
     def copy(self, pages: list[list[tuple[int, int]]]) -> None:
         """Copy pages. pages: the source and the target, for each table."""
@@ -176,16 +194,45 @@ class PagedStorage(Storage):
         for tensor in (self.lengths, self.live, self.last):
             tensor[start:stop] = 0
 
+    @property
+    def bytes_of_token(self) -> int:
+        """The bytes of K and V of a token in the first layer."""
+        return (
+            sum(pool[0, :, 0].numel() * pool.itemsize for pool in self.layers[0].buffers) if self.layers[0].is_initialized else 0
+        )
+
     def present(self) -> Ragged:
         """What the rows of the table see in a step of one token of each."""
-        rows, size = self.bucket, self.pages.size
-        lengths, tables = self.lengths[:rows], self.tables[:, :rows]
-        pages = tables.gather(2, (lengths // size).long()[None, :, None].expand(len(tables), -1, 1))[..., 0]
-        sizes = rows, 1, self.width * size
-        return Ragged(sizes, partial(ragged.of_rows, lengths), pages.long(), (lengths % size).long())
+        rows, kv_len = self.bucket, self.width * self.pages.size
+        lengths = self.lengths[:rows]
+        build = partial(ragged.of_rows, lengths, kv_len)
+        return Ragged((rows, 1, kv_len), build, self.tables[:, :rows], lengths, shared=self.shared() if self.sharing else None)
+
+    def share(self, groups: list[tuple[list[int], int]], most: int) -> None:
+        """Let steps of `bucket` rows read tokens once. groups: at most bucket // 4, each of at most `most` rows and the number of
+        tokens with which all of them begin."""
+        self.sharing = most if groups else 0
+        if not groups:
+            return
+        count = self.bucket // 4 + 1
+        place, own = [(count - 1) * most] * self.bucket, [0] * self.bucket
+        members = [0] * (count * most)
+        for index, (rows, tokens) in enumerate(groups):
+            members[index * most : (index + 1) * most] = rows + rows[:1] * (most - len(rows))
+            for i, row in enumerate(rows):
+                place[row], own[row] = index * most + i, tokens
+        lengths = [tokens for _, tokens in groups] + [0] * (count - len(groups))
+        values = [*members, *lengths, *place, *own]
+        self.groups[: len(values)] = on_device(values, self.groups.device)
+
+    def shared(self) -> Shared:
+        rows, most = self.bucket, self.sharing
+        count = rows // 4 + 1
+        members, lengths, place, own = self.groups[: count * (most + 1) + 2 * rows].split([count * most, count, rows, rows])
+        return Shared(members.view(count, most), lengths, place, own)
 
     def step(self) -> None:
-        self.lengths[: self.bucket] += self.live[: self.bucket]
+        self.lengths[: self.bucket].add_(self.live[: self.bucket])
 
     def advance(self, tokens: int = 1) -> None:
         self.steps += 1
@@ -223,13 +270,9 @@ class PagedCache(StoredCache):
         if step is None or step.ragged is None:
             raise ValueError("A cache in pages is written by generate_batch() of a patched model, and by no other forward.")
         layer: PagedLayer = self.storage.layers[layer_idx]
-        written = layer.write(step.ragged, key_states, value_states)
         if self.storage.prompts is not None:
-            return written
-        from ..kernels.paged import paged  # with Triton
-
-        k, v = layer.buffers
-        step.kv = paged(k, v, self.storage.tables[layer.table, : self.storage.bucket])
+            return layer.write(step.ragged, key_states, value_states)
+        step.kv = layer.append(step.ragged, key_states, value_states)
         return step.kv.k, step.kv.v
 
 

@@ -16,15 +16,19 @@ SMS = {80: 108, 86: 84, 89: 128, 90: 132}  # of the most common GPU of each arch
 ARCH = "compute capability of the GPU that will run them, 80 or 90; default: that of this machine"
 COUNT = f"its number of multiprocessors; default: of this machine's, or {', '.join(f'{n} for {a}' for a, n in SMS.items())}"
 
+NUMBERS = f"numbers of rows of the calls; default: {','.join(map(str, warm.ROWS))}, or with --batch all up to 256"
+BATCH = "the kernels of generate_batch() instead, with pages of so many tokens: 64, or page_size of its configuration"
+
 
 def warm_(
     model: Annotated[str | None, Argument(metavar="MODEL", help=MODEL, show_default=False)] = None,
-    rows: Annotated[str, Option(help="numbers of rows of the calls")] = ",".join(map(str, warm.ROWS)),
+    rows: Annotated[str | None, Option(help=NUMBERS)] = None,
     tokens: Annotated[int, Option(help="the longest text")] = warm.LONGEST,
     backend: Backend = "lean",
     dtype: Annotated[Dtype | None, Option(help="default: the model's")] = None,
     arch: Annotated[int | None, Option(help=ARCH)] = None,
     sms: Annotated[int | None, Option(help=COUNT)] = None,
+    batch: Annotated[int, Option(metavar="SIZE", help=BATCH)] = 0,
     gguf_file: GgufFile = None,
     export: Annotated[Path | None, Option(metavar="FILE", help="also write the kernels to a file, for other machines")] = None,
     import_: Annotated[Path | None, Option("--import", metavar="FILE", help="read such a file into Triton's cache")] = None,
@@ -41,18 +45,18 @@ def warm_(
         if import_ is None or export is not None:
             raise ValueError("Name a MODEL whose kernels are to be compiled, or a file of kernels with --import.")
         return
-    counts = _counts(rows)
+    counts = None if rows is None else _counts(rows)
     for option, value in (("--tokens", tokens), ("--sms", sms)):
         if value is not None and value < 1:
             raise ValueError(f"{option} must be at least 1; got {value}.")
     config = hf.load_config(model, gguf_file)
     of = torch.bfloat16 if (found := dtype or config.dtype) is None else found
     made = hf.model_on_meta(config, getattr(torch, of) if isinstance(of, str) else of)
-    recipe = warm.Recipe.of(made, backend, _target(arch, sms))
+    recipe = warm.Recipe.of(made, backend, _target(arch, sms), batch)
     print(ahead.warm_up(recipe, counts, tokens))
     if export is not None:
         about = {"model": model, "rows": counts, "tokens": tokens}
-        if (counts, tokens) == (warm.ROWS, warm.LONGEST):
+        if ahead.is_whole(counts, tokens):
             about["known"] = ahead.Known(recipe).name
         number = archive.export(warm.listed(recipe, counts, tokens), export, about)
         print(f"{number} kernels are in {export}, {export.stat().st_size / 2**20:.1f} MiB.")

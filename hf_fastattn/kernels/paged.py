@@ -70,9 +70,13 @@ def _unpack(kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
 def _pack(kv: KV, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
     size, kv_len = kv.k.shape[2], kv.sizes.kv_len
     pages = _table(kv).gather(1, slots.clamp(0, kv_len - 1) // size)
-    row, token = ((slots >= 0) & (slots < kv_len) & (pages >= 0)).nonzero(as_tuple=True)
-    page, slot = pages[row, token], slots[row, token] % size
-    kv.k[page, :, slot], kv.v[page, :, slot] = k[row, :, token], v[row, :, token]
+    inside = ((slots >= 0) & (slots < kv_len) & (pages >= 0)).flatten()
+    # Tokens without a place repeat the first that has one, or write nothing if none has: no shape depends on contents.
+    token = torch.where(inside, torch.arange(len(inside), device=slots.device), inside.long().argmax())
+    page, slot = pages.clamp(min=0).flatten()[token], slots.flatten()[token] % size
+    for pool, new in ((kv.k, k), (kv.v, v)):
+        states = new.transpose(1, 2).flatten(0, 1)[token]
+        pool[page, :, slot] = torch.where(inside.any(), states, pool[page, :, slot])
 
 
 def _check_pages(kv: KV) -> None:

@@ -83,13 +83,18 @@ def build_spans(
 ) -> torch.Tensor:
     """Spans (int32, see above) for `q_len` queries over a buffer of `kv_len` slots.
 
-    q_offset: absolute position of the first query, an int or a device tensor of one element (the length of a static cache).
+    q_offset: absolute position of the first query, an int or a device tensor, of one element (the length of a static cache) or of
+    one for each row (those of rows in pages).
     kv_offset: absolute position of slot 0. attention_mask: bool (batch, seen), True for live positions; positions past its end
-    are not live. Without a mask the batch is uniform. One launch on a GPU; never synchronises with the host.
+    are not live. Without a mask the batch is uniform, unless q_offset has more elements. One launch on a GPU; never synchronises
+    with the host.
     """
-    mask, rows = attention_mask, 1 if attention_mask is None else batch
+    mask, each = attention_mask, isinstance(q_offset, torch.Tensor) and q_offset.numel() > 1
+    rows = 1 if mask is None and not each else batch
     if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != batch):
         raise ValueError(f"attention_mask must be bool of shape ({batch}, positions seen); got {mask.dtype} {tuple(mask.shape)}.")
+    if isinstance(q_offset, torch.Tensor) and q_offset.numel() not in (1, batch):
+        raise ValueError(f"q_offset has one element, or one for each of {batch} rows; got {tuple(q_offset.shape)}.")
     make = _build_spans_torch
     if gpu.on_gpu(torch.device(device)):
         from .decode.build_spans import run as make  # type: ignore[assignment]
@@ -108,7 +113,7 @@ def _build_spans_torch(
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """The same in PyTorch; compiled graphs on a CPU run this too."""
-    q_start = torch.as_tensor(q_offset, device=device).reshape(1).to(torch.int32) - kv_offset
+    q_start = torch.as_tensor(q_offset, device=device).reshape(-1).to(torch.int32) - kv_offset
     q_start = q_start.expand(batch)
     end = torch.clamp(q_start + q_len, max=kv_len) if causal else torch.full_like(q_start, kv_len)
     start = torch.zeros_like(end)

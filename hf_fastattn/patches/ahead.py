@@ -82,10 +82,10 @@ def _end() -> None:
         each.thread.join()
 
 
-def begin(model: hf.PreTrainedModel, lazily: bool) -> Ahead | None:
+def begin(model: hf.PreTrainedModel, lazily: bool, page: int = 0) -> Ahead | None:
     """Compile what a patched model on a GPU will launch. None if that is not possible; a reason that a user can remove is said.
 
-    lazily: compile nothing, and only import the kernels that the environment names.
+    lazily: compile nothing, and only import the kernels that the environment names. page: see `warm.Recipe`.
     """
     if model.device.type != "cuda":
         return None
@@ -96,7 +96,7 @@ def begin(model: hf.PreTrainedModel, lazily: bool) -> Ahead | None:
         _say_once(f"Kernels are compiled at their first launch, as {reason}.")
         return None
     try:
-        recipe = warm.Recipe.of(model)
+        recipe = warm.Recipe.of(model, batch=page)
     except (ValueError, RuntimeError):  # no kernels that are known ahead, or no GPU that runs them
         return None
     made = Ahead(recipe)
@@ -189,10 +189,15 @@ def _on_terminal(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def warm_up(recipe: warm.Recipe, rows: Iterable[int], tokens: int) -> str:
-    """Compile what a recipe launches. Returns the sentence of `compile_all`."""
+def warm_up(recipe: warm.Recipe, rows: Iterable[int] | None, tokens: int) -> str:
+    """Compile what a recipe launches; arguments as in `warm.listed`. Returns the sentence of `compile_all`."""
     kernels = warm.listed(recipe, rows, tokens)
     said = compile_all(kernels)
-    if (tuple(rows), tokens) == (warm.ROWS, warm.LONGEST):
+    if is_whole(rows, tokens):
         Known(recipe).note(kernels)
     return said
+
+
+def is_whole(rows: Iterable[int] | None, tokens: int) -> bool:
+    """Whether these arguments give the list of kernels that is compiled ahead."""
+    return rows is None and tokens == warm.LONGEST

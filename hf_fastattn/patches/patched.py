@@ -54,6 +54,7 @@ class Patch:
     """
 
     ahead: Ahead | None = None  # the compilation of its kernels before their first launch
+    ahead_of_batches: dict[int, Ahead | None]  # of those of generate_batch(), by the tokens of a page
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class Patch:
         self.graph = graph
         self.changes: list[Change] = []
         self.arguments: dict[str, object] = {}
+        self.ahead_of_batches = {}
         self.undone = False
         self._blocks = 0  # `with` blocks around the running code; the last to end undoes
         self._configs = OwnConfigs()
@@ -207,8 +209,9 @@ class Patch:
             if self.undone:
                 return False
             self.undone = True
-            if self.ahead is not None:
-                self.ahead.close()
+            for work in (self.ahead, *self.ahead_of_batches.values()):
+                if work is not None:
+                    work.close()
             model = self._model()
             if self._generation is not None:
                 self._generation.close()
@@ -228,23 +231,38 @@ class Patch:
         self._configs.restore(model)
         vars(model).pop(MARK, None)
 
-    def warm(self, rows: Iterable[int] = ROWS, tokens: int = LONGEST, graphs: bool = False) -> str:
+    def begin_batches(self, page: int) -> None:
+        """Compile what generate_batch() launches with pages of so many tokens, from its first call on."""
+        from . import ahead
+
+        model = self._model()
+        if model is not None and page not in self.ahead_of_batches:
+            self.ahead_of_batches[page] = ahead.begin(model, self.arguments.get("compile") == "lazy", page)
+
+    def warm(
+        self, rows: Iterable[int] | None = None, tokens: int = LONGEST, graphs: bool = False, batch: bool | int = False
+    ) -> str:
         """Compile the kernels of this model now, in other processes, for calls of so many rows and texts of `tokens` at most.
 
-        graphs: also capture the decode step of each number of rows, and short messages, by two calls of generate(). Returns a
-        sentence with the number of kernels and the time. Raises ValueError if the patch is undone, and as `kernels_of`.
+        graphs: also capture the decode step of each number of rows, and short messages, by two calls of generate(). batch: the
+        kernels of generate_batch() instead, see `kernels_of`; its call captures its steps. Returns a sentence with the number of
+        kernels and the time. Raises ValueError if the patch is undone, for graphs together with batch, and as `kernels_of`.
         """
         from . import ahead, warm
 
         model, began = self._model(), time.perf_counter()
         if self.undone or model is None:
             raise ValueError(_UNDONE)
-        rows = tuple(rows)
-        said = ahead.warm_up(warm.Recipe.of(model), rows, tokens)
+        if graphs and batch:
+            raise ValueError(
+                "graphs=True captures steps of generate(), and generate_batch() its own in its first calls. Pass one."
+            )
+        rows = None if rows is None else tuple(rows)
+        said = ahead.warm_up(warm.Recipe.of(model, batch=batch), rows, tokens)
         if graphs and self.graph:
             self._graphs.everything = True
             try:
-                for count in sorted((*rows, *rows)):  # the first call allocates, and the second rehearses a message
+                for count in sorted(2 * (rows or ROWS)):  # the first call allocates, and the second rehearses a message
                     ids = torch.zeros(count, 16, dtype=torch.int64, device=model.device)
                     mask = torch.ones_like(ids)
                     model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)  # type: ignore[operator]
@@ -300,8 +318,8 @@ class Patch:
                 lines.append(f"  sums over ranks: collectives, as {self._why_collectives}")
             if reason := hf.unpacked(model):
                 lines.append(f"  linear layers: not replaced, as {reason}")
-        if self.ahead is not None and self.ahead.reason:
-            lines.append(f"  kernels: compiled at their first launch, as {self.ahead.reason}")
+        reasons = {work.reason: None for work in (self.ahead, *self.ahead_of_batches.values()) if work is not None}
+        lines += [f"  kernels: compiled at their first launch, as {reason}" for reason in reasons if reason]
         if self.captures or self.uncaptured:
             memory = f" ({size(self.graph_bytes)})" if self.graph_bytes else ""
             lines.append(

@@ -10,14 +10,19 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import hf, registry
+from ..attention import ragged
+from ..batch import job
+from ..batch.loop import BUCKETS
 from ..caches import PreallocatedCache
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
+from ..caches.paged import PagedCache, PagedStorage, windows_of
 from ..caches.storage import PreallocatedStorage
 from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
@@ -39,7 +44,9 @@ DRAFTS = (2, 4, 8, 16)
 
 
 class Recipe(NamedTuple):
-    """What decides which kernels a model launches. dtypes: of its parameters. most: tokens of all rows in a graph."""
+    """What decides which kernels a model launches. dtypes: of its parameters. most: tokens of all rows in a graph.
+
+    page: tokens of a page for those of generate_batch(), 0 for those of generate()."""
 
     cls: type[hf.PreTrainedModel]
     config: hf.PreTrainedConfig
@@ -50,9 +57,16 @@ class Recipe(NamedTuple):
     fuse: bool
     most: int
     target: gpu.Target
+    page: int = 0
 
     @classmethod
-    def of(cls, model: hf.PreTrainedModel, backend: str | None = None, target: tuple[int, int] | None = None) -> Recipe:
+    def of(
+        cls,
+        model: hf.PreTrainedModel,
+        backend: str | None = None,
+        target: tuple[int, int] | None = None,
+        batch: bool | int = False,
+    ) -> Recipe:
         """That of a model; arguments as in `kernels_of`."""
         if target is None:
             if not gpu.on_gpu(model.device):
@@ -70,11 +84,15 @@ class Recipe(NamedTuple):
                 "The kernels of a model are known ahead with a preallocated cache and on one rank. Those of another are compiled "
                 "at their first launch; leave this call out."
             )
+        page = job.SIZE if batch is True else int(batch)
+        if page and page not in job.SIZES:
+            raise ValueError(f"batch must be True or the tokens of a page, one of {job.SIZES}; got {batch!r}.")
+        others = job.why_not_backend(backend)
+        if page and (reason := job.why_not(model, hf.layer_kinds(model.config), others)) is not None:
+            raise ValueError(f"generate_batch() cannot run this {type(model).__name__}: {reason}. Leave batch out.")
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        most = launch_bound(model, target.arch)
-        return cls(
-            type(model), copy.deepcopy(model.config), model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target
-        )
+        most, config = launch_bound(model, target.arch), copy.deepcopy(model.config)
+        return cls(type(model), config, model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target, page)
 
     def small(self) -> hf.PreTrainedModel:
         """A model of the same widths and dtypes, with as few layers as have all kinds, on the meta device."""
@@ -97,29 +115,34 @@ class Recipe(NamedTuple):
 
 def kernels_of(
     model: hf.PreTrainedModel,
-    rows: Iterable[int] = ROWS,
+    rows: Iterable[int] | None = None,
     *,
     tokens: int = LONGEST,
     backend: str | None = None,
     target: tuple[int, int] | None = None,
+    batch: bool | int = False,
 ) -> list[Kernel]:
     """The kernels that a model launches in inference with patch(): those of a first call, of a second one, then the others;
     of each, the slowest first.
 
-    rows: of its calls. tokens: the longest text. backend: for a model that is not patched; "lean" if None. target: (compute
-    capability, number of multiprocessors) of the GPU, as (90, 132), which this process need not have; None for that of the model.
-    The model may be on the meta device: its weights are not read.
+    rows: of its calls; None for 1 to 64. tokens: the longest text. backend: for a model that is not patched; "lean" if None.
+    target: (compute capability, number of multiprocessors) of the GPU, as (90, 132), which this process need not have; None for
+    that of the model. batch: True or the number of tokens of a page for those of generate_batch() instead, the slowest first,
+    with all numbers of rows up to the largest of `rows`, by default 256. The model may be on the meta device: its weights are not
+    read.
     Raises ValueError for a model whose kernels are not known ahead: with a rolling cache or with Transformers' own, or on several
     ranks.
     """
-    return listed(Recipe.of(model, backend, target), rows, tokens)
+    return listed(Recipe.of(model, backend, target, batch), rows, tokens)
 
 
 def listed(
-    recipe: Recipe, rows: Iterable[int] = ROWS, tokens: int = LONGEST, stop: Callable[[], None] | None = None
+    recipe: Recipe, rows: Iterable[int] | None = None, tokens: int = LONGEST, stop: Callable[[], None] | None = None
 ) -> list[Kernel]:
     """`kernels_of` a recipe, from any thread. stop: called now and then; what it raises ends the work."""
-    rows = sorted(set(rows))
+    if recipe.page:
+        return _of_batches(recipe, max(rows or [job.MOST_ROWS]), tokens, stop)
+    rows = sorted(set(rows or ROWS))
     one, depths, graph = rows[:1] if rows[0] == 1 else [], [depth for depth in DEPTHS if depth < tokens], recipe.graph
     prompts = [length for length in PROMPTS if length <= tokens]
     between = sorted({*rows, *(count * part // 4 for count in rows[:-1] for part in (5, 6))})  # other batches up to the largest
@@ -160,15 +183,43 @@ def listed(
             points += [_Point(tokens=length, captured=True, last=False) for length in DRAFTS]
         for point in points:
             run(point)
-    kernels = [*found.values()]
-    parts = (kernels[begin:end] for begin, end in itertools.pairwise([*ends, len(kernels)]))
+    return _slowest_first([*found.values()], ends)
+
+
+def _slowest_first(kernels: list[Kernel], begins: list[int]) -> list[Kernel]:
+    """The kernels of each part, which begin at these places, with its slowest ones first."""
+    parts = (kernels[begin:end] for begin, end in itertools.pairwise([*begins, len(kernels)]))
     return [kernel for part in parts for kernel in sorted(part, key=lambda each: -each.seconds)]
+
+
+def _of_batches(recipe: Recipe, most: int, tokens: int, stop: Callable[[], None] | None) -> list[Kernel]:
+    """The kernels of generate_batch() with up to `most` rows: those of rows that each read their own keys, then the others."""
+    depths, lengths = [depth for depth in DEPTHS if depth < tokens], [n for n in (1, 2, *PROMPTS) if n <= min(tokens, job.BUDGET)]
+    buckets = [size for i, size in enumerate(BUCKETS) if not i or BUCKETS[i - 1] < most]
+    with describing(recipe.target, stop) as found, torch.no_grad():
+        model = recipe.small()
+        patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), recipe.graph, recipe.fuse, None)
+        run = _Batches(model, patch, recipe.page)
+        for past in (0, 300):
+            for template in run.attention(_Point(tokens=100, past=past)):
+                for length, depth in itertools.product(lengths, depths if past else [0]):
+                    template.attend(1, depth, length, packed=True)
+        for length in lengths:
+            run(_Point(tokens=length, past=0))
+        for rows in buckets:
+            for template in run.attention(_Point(rows, captured=recipe.graph)):
+                for depth in depths:
+                    template.attend(rows, depth, 1)
+        alone = len(found)
+        for rows, depth in itertools.product((size for size in buckets if size >= 4), depths[-1::-3]):
+            run(_Point(rows, past=depth, captured=recipe.graph, shared=True))
+    return _slowest_first([*found.values()], [0, alone])
 
 
 class _Point(NamedTuple):
     """One forward. tokens: new ones of each row; past: those before. captured: for a graph. masked: with a mask.
 
-    last: whether it returns only the logits of the last token.
+    last: whether it returns only the logits of the last token. shared: whether rows in pages share their first tokens.
     """
 
     rows: int = 1
@@ -177,6 +228,7 @@ class _Point(NamedTuple):
     captured: bool = False
     masked: bool = False
     last: bool = True
+    shared: bool = False
 
 
 class _Template(NamedTuple):
@@ -193,8 +245,15 @@ class _Template(NamedTuple):
 
     def attend(self, rows: int, past: int, tokens: int, packed: bool = False) -> None:
         """The same call with other numbers of rows and tokens. packed: of prompts that are read as one row."""
+        if self.kv.pages is not None:
+            table = self.kv.pages.new_empty(rows, -(-(past + tokens) // self.kv.k.shape[2]))
+            ints = self.q.new_empty(rows, 1, 1, WORDS, dtype=torch.int32)
+            registry.get(self.backend).attend(
+                _like(self.q, {0: rows}), self.kv._replace(pages=table), self.spec, ints, **self.options
+            )
+            return
         limit, seen = 1 << 62, past
-        if self.window is not None:
+        if self.window is not None and not (packed and past):
             limit, seen = self.window - 1 + KEPT + SLACK, min(past, self.window - 1)
         capacity = min(round_up(past + tokens), limit)
         kv_len = capacity if self.captured else seen + tokens
@@ -257,3 +316,35 @@ class _Forwards:
         for (q, kv, spec, spans, options), kind in zip(calls, self.kinds, strict=False):
             by_window[kind.window] = _Template(self.backend, q, kv, spec, spans, options, point.captured, kind.window)
         return [*by_window.values()]
+
+
+class _Batches(_Forwards):
+    """Forwards of generate_batch(): of prompts in one row, which follow cached tokens if `past` is not 0, and steps of rows."""
+
+    def __init__(self, model: hf.PreTrainedModel, patch: Patch, size: int):
+        super().__init__(model, patch)
+        self.size = size
+
+    def __call__(self, point: _Point) -> None:
+        model, device, rows, tokens = self.model, torch.device("meta"), point.rows, point.tokens
+        windows = [kind.window for kind in self.kinds]
+        pages = [2 for _ in windows_of(windows)]
+        storage = PagedStorage(windows, pages, self.size, rows, -(-(point.past + tokens) // self.size), device)
+        for layer, shape in zip(storage.layers, hf.layer_shapes(model.config), strict=True):
+            sizes = ((1, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
+            layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device=device) for size in sizes))
+        cache, storage.bucket = PagedCache.around(storage), rows
+        storage.sharing = job.most_members(model) if point.shared else 0
+        ids = torch.empty(rows, tokens, dtype=torch.int64, device=device)
+        state: Any = None  # which is compared in a generate_batch() alone
+        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: 1, hf.CACHE: cache}
+        if tokens > 1 or not point.past:
+            kv_len, keys = point.past + tokens, None
+            if point.past:
+                keys = ids.new_empty(len(pages), kv_len), ids.new_empty(kv_len)
+            build = partial(ragged.of_prompts, ids[0], ids[0], kv_len)
+            storage.prompts = ragged.Ragged((1, tokens, kv_len), build, ids.expand(len(pages), -1), ids[0], keys)
+        if point.captured:
+            Entry(cache, state, inputs).body(model, model.__call__, storage, None)()
+        else:
+            model(**inputs)

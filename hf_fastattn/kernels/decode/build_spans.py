@@ -26,14 +26,14 @@ def run(
 ) -> torch.Tensor:
     words = 0 if mask is None else num_words(kv_len)
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
-    on_device = isinstance(q_offset, torch.Tensor)
+    offset = q_offset.contiguous() if isinstance(q_offset, torch.Tensor) else None
     launch.start(
         _build_spans_kernel,
         (rows,),
         spans,
         spans if mask is None else mask,
-        q_offset if on_device else torch.empty(0, dtype=torch.int64, device=device),
-        0 if on_device else q_offset,
+        torch.empty(0, dtype=torch.int64, device=device) if offset is None else offset,
+        q_offset if offset is None else 0,
         0 if mask is None else mask.stride(0),
         1 if mask is None else mask.stride(1),
         0 if mask is None else mask.shape[1],
@@ -42,6 +42,7 @@ def run(
         kv_len,
         kv_offset,
         width_of(window),
+        EACH=offset is not None and offset.numel() > 1,
         HAS_MASK=mask is not None,
         CAUSAL=CAUSAL if causal else 0,
         HOLES=HOLES,
@@ -71,14 +72,16 @@ def store_spans(
 def _build_spans_kernel(
     Spans,  # (rows, 1, 1, NUM_INTS + words), int32, written
     Mask,  # (rows, mask_len), bool, read with HAS_MASK
-    Offset,  # (1,), int; null with q_offset
+    Offset,  # (1,), or with EACH (rows,), int; null with q_offset
     q_offset, mask_stride_b, mask_stride_n, mask_len, words, q_len, kv_len, kv_offset, window,
-    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr,
+    EACH: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr,
     NUM_INTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per row: reads the row's mask once, BLOCK words at a time, up to the slot of the last query."""
     row = tl.program_id(0).to(tl.int64)
     out = Spans + row * (NUM_INTS + words)
+    if EACH:
+        Offset += row
     q_start = q_offset + tl.load(Offset, mask=Offset.to(tl.int64) != 0, other=0).to(tl.int32) - kv_offset
     if CAUSAL:
         stop = tl.minimum(q_start + q_len, kv_len)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ... import hf, registry
+from ... import hf
 from ...batch import job
 from ...batch.loop import BUCKETS, Loop
 from ...batch.manager import Manager
@@ -18,7 +18,7 @@ from ...caches import forward
 from ...caches.paged import PagedStorage
 from ..graphs import graphs
 from ..graphs.snapshot import Last
-from ..graphs.state import Uncapturable
+from ..graphs.state import MARK, Uncapturable
 from .forwards import Forwards
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ class Batches:
         """The loop of a job for texts of at most so many tokens each. The model is in eval mode meanwhile, as in Transformers."""
         caches = self.__self__.caches
         settings = job.settings_of(model, asked, texts, batching, caches.kinds, caches.pool.idle_bytes)
+        vars(model)[MARK].begin_batches(settings.size)
         forward.abandon(model)
         storage = self._storage(model, settings)
         forward.free_for_training(model, caches.pool)
@@ -130,12 +131,10 @@ class Batches:
 
     def _why_not(self, model: hf.PreTrainedModel) -> str | None:
         generation, name = self.__self__, model.config._attn_implementation
-        others = None
-        if name not in registry.names() or not registry.get(name).packed or registry.get(name).invariant:
-            others = f"attn_implementation={name!r} does not read prompts of several texts as one row, as 'lean' does"
-        elif generation.caches.streaming is not None:
+        others = job.why_not_backend(name)
+        if others is None and generation.caches.streaming is not None:
             others = f"{name!r} drops tokens, and pages keep them"
-        elif generation.ranks.several:
+        elif others is None and generation.ranks.several:
             others = "several ranks share it"
         return job.why_not(model, generation.caches.kinds, others)
 
