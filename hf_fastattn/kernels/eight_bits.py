@@ -1,0 +1,154 @@
+"""K and V in 8 bits: a code for each number, a scale of K and one of V for each token and head, and a centre of K.
+
+    K[b, h, t] = centre[b, h] + scale_k[b, h, t] * code,   V[b, h, t] = scale_v[b, h, t] * code
+
+"int8": codes are the integers from -127 to 127. "fp8": numbers of e4m3, up to 448. The centre is any vector; the mean of the first
+tokens takes from K what all tokens share, so that a few large channels do not take the resolution from the others. Scores add q
+centre, so the centre itself loses nothing. Tokens do not depend on each other: what is written is never written again.
+
+`lean`, `split_kv`, the reference and all launches that append take the `KV` of `eight_bits`, for up to 64 query rows of a KV head.
+More read K and V after `widened`, as tensors of the queries' dtype.
+
+Rounds: K and V when they are stored, queries and P to fp16 in the kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import DTYPES
+from .host.gpu import HAS_TRITON
+from .spec import KV, Form
+
+__all__ = ["KV_DTYPES", "eight_bits", "empty", "widened"]
+
+KV_DTYPES = ("int8", "fp8")
+_TOP = {"int8": 127.0, "fp8": 448.0}
+_LEAST = 2.0**-64  # of a scale
+
+
+def eight_bits(k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, centre: torch.Tensor, kv_dtype: str) -> KV:
+    """K and V in 8 bits. kv_dtype: "int8" or "fp8".
+
+    k, v: uint8 (batch, num_kv_heads, kv_len, head_dim), contiguous, or a slice of slots of such a tensor; the head_dim of V may
+    differ, both are even. The code of the integer i is i + 128. scales: int32 (batch, num_kv_heads, kv_len), a slice of the same
+    slots: two bfloat16, K's in the lower half. centre: (batch, num_kv_heads, head_dim), contiguous, in the dtype that K and V have
+    as plain tensors. Raises ValueError or TypeError.
+    """
+    kv = KV(k, v, FORMS[kv_dtype], scales, centre)
+    _check_layout(kv)
+    return kv
+
+
+def empty(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes of K, codes of V, scales) for as many tokens as k and v have, (batch, num_kv_heads, tokens, head_dim)."""
+    codes = (torch.zeros(x.shape, dtype=torch.uint8, device=x.device) for x in (k, v))
+    return *codes, torch.zeros(k.shape[:3], dtype=torch.int32, device=k.device)  # type: ignore[return-value]
+
+
+def widened(kv: KV, dtype: torch.dtype) -> KV:
+    """The same K and V as plain tensors of this dtype if they are in 8 bits; else kv itself."""
+    return KV(*_unpack(kv, dtype)) if kv.form in FORMS.values() else kv
+
+
+def _scales(kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of K and of V, fp32 (batch, num_kv_heads, kv_len, 1)."""
+    assert kv.scales is not None
+    return (kv.scales << 16).view(torch.float32)[..., None], (kv.scales & -65536).view(torch.float32)[..., None]
+
+
+def _unpack(kv: KV, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    assert kv.centre is not None
+    found = []
+    for codes, scale in zip((kv.k, kv.v), _scales(kv), strict=True):
+        x = codes.view(torch.float8_e4m3fn).float() if kv.form is FORMS["fp8"] else codes.float() - 128
+        x.mul_(scale)
+        found.append((x if found else x.add_(kv.centre[:, :, None])).to(dtype))
+    return found[0], found[1]
+
+
+def _pack(kv: KV, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    assert kv.centre is not None and kv.scales is not None
+    name = next(name for name, form in FORMS.items() if form is kv.form)
+    both = k.float() - kv.centre[:, :, None].float(), v.float()
+    found = []
+    for x in both:
+        scale = x.abs().amax(-1) / _TOP[name]
+        bits = (scale.clamp(min=_LEAST).view(torch.int32) + 0xFFFF) >> 16
+        found.append(torch.where(scale < torch.inf, bits, 0x7FC0))
+    scales = found[0] | (found[1] << 16)
+    row, token = ((slots >= 0) & (slots < kv.k.shape[2])).nonzero(as_tuple=True)
+    slot = slots[row, token]
+    for buffer, x, bits in zip((kv.k, kv.v), both, found, strict=True):
+        x = x / (bits << 16).view(torch.float32)[..., None]
+        if name == "fp8":
+            codes = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            codes = ((x + 0.5).floor() + 128).to(torch.int32).to(torch.uint8)
+        buffer[row, :, slot] = codes[row, :, token]
+    kv.scales[row, :, slot] = scales[row, :, token]
+
+
+def _check_layout(kv: KV) -> None:
+    """Refuse what the kernels could not read, whatever the queries."""
+    k, v, scales, centre = kv.k, kv.v, kv.scales, kv.centre
+    if scales is None or centre is None:
+        raise ValueError("K and V in 8 bits need scales and a centre. Create them with kernels.eight_bits.eight_bits.")
+    if (k.dtype, v.dtype, scales.dtype) != (torch.uint8, torch.uint8, torch.int32) or centre.dtype not in DTYPES:
+        raise TypeError(
+            "Codes of K and V are uint8, their scales int32, and the centre has the dtype of plain K and V; got "
+            f"{k.dtype}, {v.dtype}, {scales.dtype} and {centre.dtype}."
+        )
+    if k.dim() != 4 or v.shape[:-1] != k.shape[:-1] or scales.shape != k.shape[:-1] or centre.shape != (*k.shape[:2], k.shape[3]):
+        raise ValueError(
+            "K and V are (batch, num_kv_heads, kv_len, head_dim), scales (batch, num_kv_heads, kv_len) and the centre (batch, "
+            f"num_kv_heads, head_dim); got {tuple(k.shape)}, {tuple(v.shape)}, {tuple(scales.shape)} and {tuple(centre.shape)}."
+        )
+    if k.shape[3] % 2 or v.shape[3] % 2 or k.shape[3] > 256:
+        raise ValueError(f"K and V in 8 bits have an even head_dim, up to 256 for K; got {k.shape[3]} and {v.shape[3]}.")
+    heads, slots = k.shape[1], scales.stride(1)
+    strides = [(heads * slots * width, slots * width, width, 1) for width in (k.shape[3], v.shape[3])]
+    if [k.stride(), v.stride()] != strides or scales.stride() != (heads * slots, slots, 1) or not centre.is_contiguous():
+        raise ValueError(
+            "K, V and scales of K and V in 8 bits are slices of the same slots of contiguous tensors, and the centre is contiguous; "
+            f"got strides {k.stride()}, {v.stride()}, {scales.stride()} and {centre.stride()}."
+        )
+
+
+def _check(q: torch.Tensor, kv: KV) -> None:
+    _check_layout(kv)
+    if q.dtype not in DTYPES:
+        raise TypeError(f"Queries and new tokens are float16, bfloat16 or float32; got {q.dtype}. Cast them.")
+
+
+def bytes_per_token(k: torch.Tensor, v: torch.Tensor) -> int:
+    return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3] + 4)
+
+
+_DEVICE: dict[str, tuple[Any, Any]] = dict.fromkeys(KV_DTYPES, (object(), object()))  # a load and a store
+_QUERIES: Any = None
+_WEIGHTS: Any = None
+if HAS_TRITON:
+    from .device import eight_bits as device
+
+    _DEVICE = {"int8": (device.load_int8, device.store_int8), "fp8": (device.load_fp8, device.store_fp8)}
+    _QUERIES, _WEIGHTS = device.queries, device.weights
+
+FORMS = {
+    name: Form(
+        name,
+        load_k=load,
+        load_v=load,
+        unpack=_unpack,
+        check=_check,
+        store=store,
+        pack=_pack,
+        bytes_per_token=bytes_per_token,
+        queries=_QUERIES,
+        weights=_WEIGHTS,
+        parts=2,
+    )
+    for name, (load, store) in _DEVICE.items()
+}
