@@ -34,7 +34,7 @@ def eight_bits(k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, centre: t
 
     k, v: uint8 (batch, num_kv_heads, kv_len, head_dim), contiguous, or a slice of slots of such a tensor; the head_dim of V may
     differ, both are even. The code of the integer i is i + 128. scales: int32 (batch, num_kv_heads, kv_len), a slice of the same
-    slots: two bfloat16, K's in the lower half. centre: (batch, num_kv_heads, head_dim), contiguous, in the dtype that K and V have
+    slots: all bits are K's scale in float32, and the lower half is V's in bfloat16. centre: (batch, num_kv_heads, head_dim), contiguous, in the dtype that K and V have
     as plain tensors. Raises ValueError or TypeError.
     """
     kv = KV(k, v, FORMS[kv_dtype], scales, centre)
@@ -56,7 +56,7 @@ def widened(kv: KV, dtype: torch.dtype) -> KV:
 def _scales(kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
     """Of K and of V, fp32 (batch, num_kv_heads, kv_len, 1)."""
     assert kv.scales is not None
-    return (kv.scales << 16).view(torch.float32)[..., None], (kv.scales & -65536).view(torch.float32)[..., None]
+    return kv.scales.view(torch.float32)[..., None], (kv.scales << 16).view(torch.float32)[..., None]
 
 
 def _unpack(kv: KV, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,22 +73,25 @@ def _pack(kv: KV, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None
     assert kv.centre is not None and kv.scales is not None
     name = next(name for name, form in FORMS.items() if form is kv.form)
     both = k.float() - kv.centre[:, :, None].float(), v.float()
-    found = []
-    for x in both:
-        scale = x.abs().amax(-1) / _TOP[name]
-        bits = (scale.clamp(min=_LEAST).view(torch.int32) + 0xFFFF) >> 16
-        found.append(torch.where(scale < torch.inf, bits, 0x7FC0))
-    scales = found[0] | (found[1] << 16)
+    of_k, of_v = (_scale_bits(x, _TOP[name]) for x in both)
+    scales = (of_k << 16) | of_v
     row, token = ((slots >= 0) & (slots < kv.k.shape[2])).nonzero(as_tuple=True)
     slot = slots[row, token]
-    for buffer, x, bits in zip((kv.k, kv.v), both, found, strict=True):
-        x = x / (bits << 16).view(torch.float32)[..., None]
+    for buffer, x, bits in zip((kv.k, kv.v), both, (scales, of_v << 16), strict=True):
+        x = x / bits.view(torch.float32)[..., None]
         if name == "fp8":
             codes = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         else:
             codes = ((x + 0.5).floor() + 128).to(torch.int32).to(torch.uint8)
         buffer[row, :, slot] = codes[row, :, token]
     kv.scales[row, :, slot] = scales[row, :, token]
+
+
+def _scale_bits(x: torch.Tensor, top: float) -> torch.Tensor:
+    """The least bfloat16 that is at least max |x| / top over the last dimension, and at least 2^-64, as bits; or NaN."""
+    scale = x.abs().amax(-1) / top
+    bits = (scale.clamp(min=_LEAST).view(torch.int32) + 0xFFFF) >> 16
+    return torch.where(scale < torch.inf, bits, 0x7FC0)
 
 
 def _check_layout(kv: KV) -> None:

@@ -109,6 +109,13 @@ class Call:
         return max(self.head_dim, self.value_dim)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The one that selects tiles: of the queries, or of K and V in 8 bits that queries of 16 bits read."""
+        k = self.tensors[1]
+        assert k is not None
+        return k.dtype if k.dtype == torch.uint8 and self.q.dtype.itemsize == 2 else self.q.dtype
+
+    @property
     def block_dv(self) -> int:
         return max(tables.block_d(self.value_dim), LEAST * self.form.parts)
 

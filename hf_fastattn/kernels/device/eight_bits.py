@@ -82,11 +82,16 @@ def _scales_at(strides, slots, indices, extra):
 
 
 @triton.jit
-def weights(strides, slots, indices, extra, ONES: tl.constexpr = 0x3F803F80):
-    """The scale of K; that of V as a shift of the scores, so that no element of V is multiplied."""
-    both = tl.load(_scales_at(strides, slots, indices, extra), mask=slots < indices[3], other=ONES)
-    of_v = (both & -65536).to(tl.float32, bitcast=True)
-    return (both << 16).to(tl.float32, bitcast=True), tl.log2(of_v), 1.0 / of_v
+def weights(strides, slots, indices, extra, INTERPRETED: tl.constexpr = INTERPRETED):
+    """The scale of K; that of V as a shift of the scores, so that no element of V is multiplied. Past the end both are 0: another
+    number would be selected after the load, for each token."""
+    both = tl.load(_scales_at(strides, slots, indices, extra), mask=slots < indices[3], other=0)
+    of_v = (both << 16).to(tl.float32, bitcast=True)
+    if INTERPRETED:
+        shift = tl.log2(tl.maximum(of_v, 2.0**-126))
+    else:  # one instruction; tl.log2 has a polynomial
+        shift = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [of_v], dtype=tl.float32, is_pure=True, pack=1)
+    return both.to(tl.float32, bitcast=True), shift, tl.exp2(-shift)
 
 
 @triton.jit
@@ -139,12 +144,13 @@ def _store(
     k_mask, v_mask = mask & (offs_d < HEAD_DIM), mask & (offs_d < VALUE_DIM)
     centre = tl.load(extra[1] + (row * kv_heads + kv_head) * HEAD_DIM + offs_d, mask=k_mask, other=0.0)
     k, v = k.to(tl.float32) - centre.to(tl.float32), v.to(tl.float32)
-    of_k, of_v = _scale_of(k, TOP), _scale_of(v, TOP)
-    k = _code(k, (of_k << 16).to(tl.float32, bitcast=True), FP8)
+    of_v = _scale_of(v, TOP)
+    both = (_scale_of(k, TOP) << 16) | of_v
+    k = _code(k, both.to(tl.float32, bitcast=True), FP8)
     v = _code(v, (of_v << 16).to(tl.float32, bitcast=True), FP8)
     tl.store(bases[0] + slot * strides[0][2] + offs_d, k.to(tl.uint8), mask=k_mask)
     tl.store(bases[1] + slot * strides[1][2] + offs_d, v.to(tl.uint8), mask=v_mask)
-    tl.store(_scales_at(strides[0], slot, indices, extra), of_k | (of_v << 16), mask=mask)
+    tl.store(_scales_at(strides[0], slot, indices, extra), both, mask=mask)
 
 
 @triton.jit
