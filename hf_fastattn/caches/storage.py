@@ -92,11 +92,11 @@ class PreallocatedStorage(Storage):
 
         groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for layer in self.layers:
-            live = layer.slots
-            if live is None or layer.batch_size != len(index) or not all(map(kernel.fits, layer.buffers)):
+            parts = layer.parts()
+            if layer.slots is None or layer.batch_size != len(index) or not all(kernel.fits(part.tensor) for part in parts):
                 layer.select(index)
                 continue
-            for buffer in layer.buffers if live else ():
+            for buffer, _, _, live in parts if layer.slots else ():
                 kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
                 groups.setdefault(kind, []).append(buffer)
         old, self.tables = self.tables, {}

@@ -75,16 +75,21 @@ def _pack(kv: KV, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None
     both = k.float() - kv.centre[:, :, None].float(), v.float()
     of_k, of_v = (_scale_bits(x, _TOP[name]) for x in both)
     scales = (of_k << 16) | of_v
-    row, token = ((slots >= 0) & (slots < kv.k.shape[2])).nonzero(as_tuple=True)
-    slot = slots[row, token]
-    for buffer, x, bits in zip((kv.k, kv.v), both, (scales, of_v << 16), strict=True):
-        x = x / bits.view(torch.float32)[..., None]
-        if name == "fp8":
-            codes = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        else:
-            codes = ((x + 0.5).floor() + 128).to(torch.int32).to(torch.uint8)
-        buffer[row, :, slot] = codes[row, :, token]
-    kv.scales[row, :, slot] = scales[row, :, token]
+    # Tokens outside repeat one that is inside, or write nothing if there is none: the host reads nothing.
+    inside = (slots >= 0) & (slots < kv.k.shape[2])
+    token = torch.where(inside, torch.arange(slots.shape[1], device=slots.device), inside.int().argmax(1, keepdim=True))
+    slot = slots.gather(1, token).clamp(0, kv.k.shape[2] - 1)
+    rows, written = torch.arange(len(slots), device=slots.device)[:, None], inside.any(1)[:, None, None, None]
+    codes = (_codes(x, bits, name) for x, bits in zip(both, (scales, of_v << 16), strict=True))
+    for buffer, new in zip((kv.k, kv.v, kv.scales[..., None]), (*codes, scales[..., None]), strict=True):
+        buffer[rows, :, slot] = torch.where(written, new.transpose(1, 2)[rows, token], buffer[rows, :, slot])
+
+
+def _codes(x: torch.Tensor, scale_bits: torch.Tensor, name: str) -> torch.Tensor:
+    x = x / scale_bits.view(torch.float32)[..., None]
+    if name == "fp8":
+        return x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    return ((x + 0.5).floor() + 128).to(torch.int32).to(torch.uint8)
 
 
 def _scale_bits(x: torch.Tensor, top: float) -> torch.Tensor:

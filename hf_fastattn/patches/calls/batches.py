@@ -127,6 +127,8 @@ class Batches:
             others = f"attn_implementation={name!r} does not read prompts of several texts as one row, as 'lean' does"
         elif generation.caches.streaming is not None:
             others = f"{name!r} drops tokens, and pages keep them"
+        elif generation.caches.kv_dtype is not None:
+            others = f"kv_dtype={generation.caches.kv_dtype!r} stores K and V in 8 bits, and pages hold them as the model computes them"
         elif generation.ranks.several:
             others = "several ranks share it"
         return job.why_not(model, generation.caches.kinds, others)
