@@ -58,11 +58,22 @@ class ByteLayer(Layer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         with torch.inference_mode(False):
-            self.centre = torch.zeros_like(key_states[:, :, :1], memory_format=torch.contiguous_format, requires_grad=False)
+            batch, heads, _, head_dim = key_states.shape
+            self.centre = torch.zeros(batch, heads, 1, head_dim, dtype=key_states.dtype, device=self.device)
 
     def parts(self) -> list[Part]:
         found = super().parts()
         return [*found, Part(self.centre, self.index, "centre", 1)] if found else found
+
+    def movable(self) -> list[tuple[torch.Tensor, int | None]]:
+        """All as bytes in the width of K, which one kernel permutes."""
+        return [self._in_bytes(part.tensor, part.slots or 0) for part in self.parts()]
+
+    def _in_bytes(self, x: torch.Tensor, slots: int) -> tuple[torch.Tensor, int]:
+        of_slot, width = x.shape[3] * x.element_size(), self.buffers[0].shape[3]
+        if x.shape[2] * of_slot % width:
+            return x, slots
+        return x.view(torch.uint8).view(*x.shape[:2], -1, width), -(-slots * of_slot // width)
 
     def select(self, indices: torch.Tensor) -> None:
         if not self.buffers:

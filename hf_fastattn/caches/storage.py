@@ -92,11 +92,11 @@ class PreallocatedStorage(Storage):
 
         groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for layer in self.layers:
-            parts = layer.parts()
-            if layer.slots is None or layer.batch_size != len(index) or not all(kernel.fits(part.tensor) for part in parts):
+            movable = layer.movable()
+            if layer.slots is None or layer.batch_size != len(index) or not all(kernel.fits(x) for x, _ in movable):
                 layer.select(index)
                 continue
-            for buffer, _, _, live in parts if layer.slots else ():
+            for buffer, live in movable if layer.slots else ():
                 kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
                 groups.setdefault(kind, []).append(buffer)
         old, self.tables = self.tables, {}

@@ -16,9 +16,10 @@ import torch
 
 from .. import hf, registry
 from ..caches import PreallocatedCache
+from ..caches.eight_bits import storage_of
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
-from ..caches.storage import PreallocatedStorage
+from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
@@ -39,7 +40,8 @@ DRAFTS = (2, 4, 8, 16)
 
 
 class Recipe(NamedTuple):
-    """What decides which kernels a model launches. dtypes: of its parameters. most: tokens of all rows in a graph."""
+    """What decides which kernels a model launches. dtypes: of its parameters. most: tokens of all rows in a graph. kv_dtype: of K
+    and V in 8 bits."""
 
     cls: type[hf.PreTrainedModel]
     config: hf.PreTrainedConfig
@@ -50,6 +52,7 @@ class Recipe(NamedTuple):
     fuse: bool
     most: int
     target: gpu.Target
+    kv_dtype: str | None = None
 
     @classmethod
     def of(cls, model: hf.PreTrainedModel, backend: str | None = None, target: tuple[int, int] | None = None) -> Recipe:
@@ -72,9 +75,8 @@ class Recipe(NamedTuple):
             )
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         most = launch_bound(model, target.arch)
-        return cls(
-            type(model), copy.deepcopy(model.config), model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target
-        )
+        config, kv_dtype = copy.deepcopy(model.config), had.get("kv_dtype")
+        return cls(type(model), config, model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target, kv_dtype)
 
     def small(self) -> hf.PreTrainedModel:
         """A model of the same widths and dtypes, with as few layers as have all kinds, on the meta device."""
@@ -126,7 +128,7 @@ def listed(
     with describing(recipe.target, stop) as found, torch.no_grad():
         model = recipe.small()
         patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), graph, recipe.fuse, None)
-        run = _Forwards(model, patch)
+        run = _Forwards(model, patch, recipe.kv_dtype)
         ends = [0]
         prompt = _Point(tokens=100, past=0)
         first = prompt, prompt._replace(masked=True), _Point(past=100, captured=graph)
@@ -180,7 +182,7 @@ class _Point(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """One call of attention. window: of its layer."""
+    """One call of attention. window: of its layer. kv_dtype: of K and V behind a past."""
 
     backend: str
     q: torch.Tensor
@@ -190,6 +192,7 @@ class _Template(NamedTuple):
     options: dict[str, Any]
     captured: bool
     window: int | None
+    kv_dtype: str | None
 
     def attend(self, rows: int, past: int, tokens: int, packed: bool = False) -> None:
         """The same call with other numbers of rows and tokens. packed: of prompts that are read as one row."""
@@ -199,14 +202,18 @@ class _Template(NamedTuple):
         capacity = min(round_up(past + tokens), limit)
         kv_len = capacity if self.captured else seen + tokens
         q = _like(self.q, {0: rows, 2: tokens})
-        k, v = (_like(x, {0: rows, 2: max(capacity, kv_len)})[:, :, :kv_len] for x in (self.kv.k, self.kv.v))
+        k, v = (_like(x, {0: rows, 2: max(capacity, kv_len)}) for x in (self.kv.k, self.kv.v))
+        kv = KV(k[:, :, :kv_len], v[:, :, :kv_len])
+        if self.kv_dtype is not None and self.window is None and (past or self.captured):
+            held, centre = eight_bits.empty(k, v), q.new_empty(rows, k.shape[1], k.shape[3])
+            kv = eight_bits.eight_bits(*(x[:, :, :kv_len] for x in held), centre, self.kv_dtype)
         spans, spec = self.spans, self.spec
         if spans is not None:
             words = num_words(kv_len) if spans.shape[3] > WORDS else 0
             spans = spans.new_empty(rows if words else 1, 1, 1, WORDS + words).expand(rows, -1, -1, -1)
         if packed:
             spans, spec = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32), spec._replace(causal=False)
-        registry.get(self.backend).attend(q, KV(k, v), spec, spans, **self.options)
+        registry.get(self.backend).attend(q, kv, spec, spans, **self.options)
 
 
 def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
@@ -219,14 +226,14 @@ def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
 class _Forwards:
     """Forwards of a model on the meta device."""
 
-    def __init__(self, model: hf.PreTrainedModel, patch: Patch):
-        self.model, self.backend = model, patch.backend
+    def __init__(self, model: hf.PreTrainedModel, patch: Patch, kv_dtype: str | None):
+        self.model, self.backend, self.kv_dtype = model, patch.backend, kv_dtype
         self.kinds = hf.layer_kinds(model.config)
 
     def __call__(self, point: _Point) -> None:
         """One forward over a cache of `point.past` tokens."""
         model, total = self.model, point.past + point.tokens
-        storage = PreallocatedStorage(self.kinds, round_up(total))
+        storage = storage_of(self.kinds, round_up(total), self.kv_dtype)
         cache = PreallocatedCache.around(storage)
         ids = torch.empty(point.rows, point.tokens, dtype=torch.int64, device="meta")
         for layer, shape in zip(storage.layers, hf.layer_shapes(model.config), strict=True):
@@ -255,5 +262,7 @@ class _Forwards:
             gpu.thread.calls = None
         by_window: dict[int | None, _Template] = {}
         for (q, kv, spec, spans, options), kind in zip(calls, self.kinds, strict=False):
-            by_window[kind.window] = _Template(self.backend, q, kv, spec, spans, options, point.captured, kind.window)
+            by_window[kind.window] = _Template(
+                self.backend, q, kv, spec, spans, options, point.captured, kind.window, self.kv_dtype
+            )
         return [*by_window.values()]
