@@ -30,7 +30,8 @@ class ByteLayer(Layer):
     """Codes of K and V, (batch, num_kv_heads, capacity, head_dim) in uint8, and the scales of both, (batch, num_kv_heads,
     capacity, 1) in int32.
 
-    centre: of K, (batch, num_kv_heads, 1, head_dim) in the model's dtype: the mean of the first tokens, until reset().
+    centre: of K, (batch, num_kv_heads, 1, head_dim) in the model's dtype: the mean of the first tokens without padding, until
+    reset().
     """
 
     names = ("keys", "values", "scales")
@@ -113,7 +114,7 @@ class ByteLayer(Layer):
         track.stale = True
         first, whole = self.seen == 0, self.stored(track.capacity)
         if first:
-            self.centre.copy_(key_states.mean(2, keepdim=True, dtype=torch.float32))
+            self.centre.copy_(_mean(key_states, None if step is None else step.plan))
         for begin in range(0, q_len, AT_ONCE):
             slot = torch.full((1,), self.seen + begin, device=self.device)
             append(whole, *(x[:, :, begin : begin + AT_ONCE] for x in (key_states, value_states)), slot)
@@ -137,6 +138,14 @@ def _is_ours(step: Step) -> bool:
     """Whether the attention of a forward finds `step.kv`: that of a patched model, which is not compiled."""
     model = step.model
     return model is not None and not torch.compiler.is_compiling() and model.config._attn_implementation in registry.names()
+
+
+def _mean(x: torch.Tensor, mask: object) -> torch.Tensor:
+    """The mean of x (batch, heads, tokens, width) over tokens, (batch, heads, 1, width): of those in the mask, if it is 2-D."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < x.shape[2]:
+        return x.mean(2, keepdim=True, dtype=torch.float32)
+    live = (mask[:, None, : x.shape[2], None] != 0).to(x.device)
+    return x.where(live, 0.0).sum(2, keepdim=True, dtype=torch.float32) / live.sum(2, keepdim=True).clamp(min=1)
 
 
 class ByteStorage(PreallocatedStorage):

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from numbers import Integral
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from .. import hf
+from ..attention.step import Step
 from . import eight_bits, saved
 from .layers import round_up
 from .storage import PreallocatedStorage
-from .stored import ChangeableCache
+from .stored import Arguments, ChangeableCache
 
 
 class PreallocatedCache(ChangeableCache):
@@ -54,6 +55,11 @@ class PreallocatedCache(ChangeableCache):
         for layer in self.storage.layers:
             window = layer.track.kind.window
             yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+
+    def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if self.storage.kv_dtype is not None and not self.storage.seen:
+            step.plan = kwargs.get("attention_mask")  # which tokens are padding
+        return super().begin(step, model, args, kwargs)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
         return self.storage.layers[layer_idx].query_offset()

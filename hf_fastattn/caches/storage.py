@@ -19,6 +19,7 @@ class PreallocatedStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
     takes_many = takes_prompts = takes_packed = True
+    kv_dtype: str | None = None  # of K and V in 8 bits
     layers: list[Layer]
 
     @property
