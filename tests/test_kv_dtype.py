@@ -1,4 +1,4 @@
-"""K and V in 8 bits: the kernels beside fp64 attention over the same numbers, what is stored, and generate() beside a simulation."""
+"""K and V in 8 bits: kernels beside fp64 attention over the same numbers, what is stored, and generate() beside a simulation."""
 
 from __future__ import annotations
 

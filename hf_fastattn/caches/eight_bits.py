@@ -2,18 +2,17 @@
 
 The first tokens of a text attend to K and V as the model computes them, and are stored afterwards. Later tokens attend to what is
 stored: for up to 64 query rows of a KV head the kernels read the 8 bits, for more, as those of a long message, K and V are first
-written out in the model's dtype. So are they for attention of other code. Layers with a sliding window are small, and stay as they
-are.
+written out in the model's dtype. So are they for attention of other code. Layers with a sliding window are small, and have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from .. import hf, registry
-from ..attention import step as steps
 from ..attention.step import EAGER, Step
 from ..hf import Kind
 from ..kernels import eight_bits
@@ -87,7 +86,7 @@ class ByteLayer(Layer):
         """A copy: what is stored are 8 bits."""
         if self.track.mode != EAGER:
             return UNKNOWN
-        return eight_bits.widened(self.stored(self.slots), self.centre.dtype)[index] if self.buffers else None
+        return eight_bits.widened(self.stored(self.slots), self.centre.dtype).plain()[index] if self.buffers else None
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
         raise ValueError(
@@ -117,7 +116,8 @@ class ByteLayer(Layer):
             self.centre.copy_(_mean(key_states, None if step is None else step.plan))
         for begin in range(0, q_len, AT_ONCE):
             slot = torch.full((1,), self.seen + begin, device=self.device)
-            append(whole, *(x[:, :, begin : begin + AT_ONCE] for x in (key_states, value_states)), slot)
+            some = slice(begin, begin + AT_ONCE)
+            append(whole, key_states[:, :, some], value_states[:, :, some], slot)
         self.seen += q_len
         return (key_states, value_states) if first else self._given(self.stored(self.seen), step)
 
@@ -136,8 +136,8 @@ class ByteLayer(Layer):
 
 def _is_ours(step: Step) -> bool:
     """Whether the attention of a forward finds `step.kv`: that of a patched model, which is not compiled."""
-    model = step.model
-    return model is not None and not torch.compiler.is_compiling() and model.config._attn_implementation in registry.names()
+    config: Any = None if step.model is None else step.model.config
+    return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
 
 
 def _mean(x: torch.Tensor, mask: object) -> torch.Tensor:
@@ -151,6 +151,7 @@ def _mean(x: torch.Tensor, mask: object) -> torch.Tensor:
 class ByteStorage(PreallocatedStorage):
     """The layers of one cache, in 8 bits those without a sliding window."""
 
+    kv_dtype: str
     takes_prompts = takes_packed = False  # a graph cannot tell the first tokens, which set the centre, from others
 
     def __init__(self, kinds: Sequence[Kind], capacity: int, kv_dtype: str, growable: bool = True):
@@ -163,7 +164,9 @@ class ByteStorage(PreallocatedStorage):
 
 def storage_of(kinds: Sequence[Kind], capacity: int, kv_dtype: str | None, growable: bool = True) -> PreallocatedStorage:
     """The storage of a preallocated cache. kv_dtype: None for K and V as the model computes them."""
-    return PreallocatedStorage(kinds, capacity, growable) if kv_dtype is None else ByteStorage(kinds, capacity, kv_dtype, growable)
+    return (
+        PreallocatedStorage(kinds, capacity, growable) if kv_dtype is None else ByteStorage(kinds, capacity, kv_dtype, growable)
+    )
 
 
 def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -> str | None:

@@ -2,12 +2,12 @@
 
     K[b, h, t] = centre[b, h] + scale_k[b, h, t] * code,   V[b, h, t] = scale_v[b, h, t] * code
 
-"int8": codes are the integers from -127 to 127. "fp8": numbers of e4m3, up to 448. The centre is any vector; the mean of the first
-tokens takes from K what all tokens share, so that a few large channels do not take the resolution from the others. Scores add q
-centre, so the centre itself loses nothing. Tokens do not depend on each other: what is written is never written again.
+"int8": codes are the integers from -127 to 127. "fp8": numbers of e4m3, up to 448. The centre c is any vector; the mean of the
+first tokens takes from K what all tokens share, so that a few large channels do not cost the others their resolution. Scores add
+q c, so the centre itself loses nothing. Tokens do not depend on each other: what is written is never written again.
 
-`lean`, `split_kv`, the reference and all launches that append take the `KV` of `eight_bits`, for up to 64 query rows of a KV head.
-More read K and V after `widened`, as tensors of the queries' dtype.
+`lean`, `split_kv`, the reference and all launches that append take the `KV` of `eight_bits`. For more than 64 query rows of a KV
+head it is slow: these read K and V after `widened`, as tensors of the queries' dtype.
 
 Rounds: K and V when they are stored, queries and P to fp16 in the kernels.
 """
@@ -34,8 +34,8 @@ def eight_bits(k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, centre: t
 
     k, v: uint8 (batch, num_kv_heads, kv_len, head_dim), contiguous, or a slice of slots of such a tensor; the head_dim of V may
     differ, both are even. The code of the integer i is i + 128. scales: int32 (batch, num_kv_heads, kv_len), a slice of the same
-    slots: all bits are K's scale in float32, and the lower half is V's in bfloat16. centre: (batch, num_kv_heads, head_dim), contiguous, in the dtype that K and V have
-    as plain tensors. Raises ValueError or TypeError.
+    slots: all bits are K's scale in float32, and the lower half is V's in bfloat16. centre: (batch, num_kv_heads, head_dim),
+    contiguous, in the dtype that K and V have as plain tensors. Raises ValueError or TypeError.
     """
     kv = KV(k, v, FORMS[kv_dtype], scales, centre)
     _check_layout(kv)
@@ -61,7 +61,7 @@ def _scales(kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _unpack(kv: KV, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     assert kv.centre is not None
-    found = []
+    found: list[torch.Tensor] = []
     for codes, scale in zip((kv.k, kv.v), _scales(kv), strict=True):
         x = codes.view(torch.float8_e4m3fn).float() if kv.form is FORMS["fp8"] else codes.float() - 128
         x.mul_(scale)
@@ -120,8 +120,8 @@ def _check_layout(kv: KV) -> None:
     strides = [(heads * slots * width, slots * width, width, 1) for width in (k.shape[3], v.shape[3])]
     if [k.stride(), v.stride()] != strides or scales.stride() != (heads * slots, slots, 1) or not centre.is_contiguous():
         raise ValueError(
-            "K, V and scales of K and V in 8 bits are slices of the same slots of contiguous tensors, and the centre is contiguous; "
-            f"got strides {k.stride()}, {v.stride()}, {scales.stride()} and {centre.stride()}."
+            "K, V and scales are slices of the same slots of contiguous tensors, and the centre of K is contiguous; got strides "
+            f" {k.stride()}, {v.stride()}, {scales.stride()} and {centre.stride()}."
         )
 
 

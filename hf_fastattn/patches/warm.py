@@ -206,7 +206,8 @@ class _Template(NamedTuple):
         kv = KV(k[:, :, :kv_len], v[:, :, :kv_len])
         if self.kv_dtype is not None and self.window is None and (past or self.captured):
             held, centre = eight_bits.empty(k, v), q.new_empty(rows, k.shape[1], k.shape[3])
-            kv = eight_bits.eight_bits(*(x[:, :, :kv_len] for x in held), centre, self.kv_dtype)
+            k, v, scales = (x[:, :, :kv_len] for x in held)
+            kv = eight_bits.eight_bits(k, v, scales, centre, self.kv_dtype)
         spans, spec = self.spans, self.spec
         if spans is not None:
             words = num_words(kv_len) if spans.shape[3] > WORDS else 0

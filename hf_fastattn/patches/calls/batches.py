@@ -128,7 +128,7 @@ class Batches:
         elif generation.caches.streaming is not None:
             others = f"{name!r} drops tokens, and pages keep them"
         elif generation.caches.kv_dtype is not None:
-            others = f"kv_dtype={generation.caches.kv_dtype!r} stores K and V in 8 bits, and pages hold them as the model computes them"
+            others = f"kv_dtype={generation.caches.kv_dtype!r} stores K and V in 8 bits, and pages hold them as they are computed"
         elif generation.ranks.several:
             others = "several ranks share it"
         return job.why_not(model, generation.caches.kinds, others)
