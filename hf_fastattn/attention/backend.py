@@ -15,7 +15,7 @@ from .. import hf
 from ..kernels import TritonKernel, checks, eight_bits
 from ..kernels.host import gpu, tables
 from ..kernels.spans import has_rows
-from ..kernels.spec import KV, Gradients, Result, Spec, call
+from ..kernels.spec import KV, Gradients, Result, Spec, call, is_plain
 
 Kernel = Callable[..., Result]
 _DEFAULT = Spec()
@@ -93,7 +93,7 @@ class Backend:
         phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
         if has_rows(spans) or spec.dropout:  # which decode kernels do not support
             phase, kernel = "prefill", self.prefill
-        if phase == "prefill" or not self.reads_eight_bits:
+        if not is_plain(kv.form) and (phase == "prefill" or not self.reads_eight_bits):
             kv = eight_bits.widened(kv, q.dtype)
         calls[f"{self.name}.{phase}"] += gpu.thread.target is None  # otherwise nothing runs
         return kernel(q, kv, spec, spans, **options)

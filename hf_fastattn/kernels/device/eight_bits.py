@@ -13,17 +13,6 @@ from ..host import gpu
 
 INTERPRETED = gpu.INTERPRETED  # the interpreter runs no assembly
 
-# 1024 + code, by its bits; minus 1152. (b0, b1, b2, b3) -> (b0, b2), (b1, b3).
-OF_INT8 = """{ .reg .b32 a, b, c; mov.b32 c, 0x64806480;
-prmt.b32 a, $2, 0x64646464, 0x4240; prmt.b32 b, $2, 0x64646464, 0x4341;
-sub.f16x2 $0, a, c; sub.f16x2 $1, b, c; }"""
-OF_FP8 = """{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;
-cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }"""
-# Without that instruction: sign, exponent and mantissa in the places of fp16, whose exponents are larger by 8; times 256.
-OF_FP8_BY_BITS = """{ .reg .b32 a, b, c, d; mov.b32 d, 0x5c005c00; shl.b32 a, $2, 8;
-and.b32 b, $2, 0x7f007f00; shr.u32 b, b, 1; lop3.b32 b, $2, 0x80008000, b, 0xea; mul.f16x2 $1, b, d;
-and.b32 c, a, 0x7f007f00; shr.u32 c, c, 1; lop3.b32 c, a, 0x80008000, c, 0xea; mul.f16x2 $0, c, d; }"""
-
 
 @triton.jit
 def _int8(code):
@@ -46,32 +35,43 @@ def _pairs(base, strides, first, offs_n, offs_d, mask):
         return tl.load(ptrs, mask=mask, other=0)
 
 
+# The code in assembly takes the bytes (b0, b1, b2, b3) of two numbers to (b0, b2) and (b1, b3) in fp16.
+
+
 @triton.jit
-def load_int8(
-    base, strides, first, offs_n, offs_d, mask, indices, extra,
-    INTERPRETED: tl.constexpr = INTERPRETED, CODE: tl.constexpr = OF_INT8,
-):  # fmt: skip
+def load_int8(base, strides, first, offs_n, offs_d, mask, indices, extra, INTERPRETED: tl.constexpr = INTERPRETED):
     x = _pairs(base, strides, first, offs_n, offs_d, mask)
     if INTERPRETED:
         x = x.to(tl.int32)
         return _int8(x & 255), _int8((x >> 8) & 255)
-    else:
-        return tl.inline_asm_elementwise(CODE, "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
+    else:  # 1024 + code, by its bits; minus 1152
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c; mov.b32 c, 0x64806480;"
+            " prmt.b32 a, $2, 0x64646464, 0x4240; prmt.b32 b, $2, 0x64646464, 0x4341;"
+            " sub.f16x2 $0, a, c; sub.f16x2 $1, b, c; }",
+            "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
-def load_fp8(
-    base, strides, first, offs_n, offs_d, mask, indices, extra,
-    INTERPRETED: tl.constexpr = INTERPRETED, CODE: tl.constexpr = OF_FP8, BITS: tl.constexpr = OF_FP8_BY_BITS,
-):  # fmt: skip
+def load_fp8(base, strides, first, offs_n, offs_d, mask, indices, extra, INTERPRETED: tl.constexpr = INTERPRETED):
     x = _pairs(base, strides, first, offs_n, offs_d, mask)
     if INTERPRETED:
         x = x.to(tl.int32)
         return _fp8(x & 255), _fp8((x >> 8) & 255)
     elif cuda_capability_geq(8, 9):
-        return tl.inline_asm_elementwise(CODE, "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
-    else:
-        return tl.inline_asm_elementwise(BITS, "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:  # sign, exponent and mantissa in the places of fp16, whose exponents are larger by 8; times 256
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d; mov.b32 d, 0x5c005c00; shl.b32 a, $2, 8;"
+            " and.b32 b, $2, 0x7f007f00; shr.u32 b, b, 1; lop3.b32 b, $2, 0x80008000, b, 0xea; mul.f16x2 $1, b, d;"
+            " and.b32 c, a, 0x7f007f00; shr.u32 c, c, 1; lop3.b32 c, a, 0x80008000, c, 0xea; mul.f16x2 $0, c, d; }",
+            "=r,=r,r", [x], (tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit

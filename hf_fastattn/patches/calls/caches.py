@@ -93,7 +93,7 @@ class CallCaches:
             return False
         layers = cache.storage.layers
         new = not any(layer.is_initialized or layer.pending or layer.seen for layer in layers)
-        new = new and getattr(cache.storage, "kv_dtype", None) == self.kv_dtype
+        new = new and cache.storage.kv_dtype == self.kv_dtype
         return new and all(layer.track.growable for layer in layers) and tuple(x.track.kind for x in layers) == self.kinds
 
     def make_ready(
