@@ -142,7 +142,7 @@ def _is_ours(step: Step) -> bool:
 
 def _mean(x: torch.Tensor, mask: object) -> torch.Tensor:
     """The mean of x (batch, heads, tokens, width) over tokens, (batch, heads, 1, width): of those in the mask, if it is 2-D."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[1] < x.shape[2]:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) != len(x) or mask.shape[1] < x.shape[2]:
         return x.mean(2, keepdim=True, dtype=torch.float32)
     live = (mask[:, None, : x.shape[2], None] != 0).to(x.device)
     return x.where(live, 0.0).sum(2, keepdim=True, dtype=torch.float32) / live.sum(2, keepdim=True).clamp(min=1)
