@@ -28,7 +28,7 @@ if INTERPRETED:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
-from hf_fastattn.kernels import paged, spans  # noqa: E402
+from hf_fastattn.kernels import eight_bits, paged, spans  # noqa: E402
 from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
 from hf_fastattn.kernels.attention.plan import Call  # noqa: E402
 from hf_fastattn.kernels.decode import (  # noqa: E402
@@ -139,6 +139,11 @@ def read(kernel, folder: Path) -> Binary:
 
 def spills_in_tile_loops(sass: str, instructions: str = "LDL|STL") -> int:
     """Loads and stores of spilled registers in the innermost loops with matrix instructions."""
+    return sum(in_tile_loops(sass, instructions))
+
+
+def in_tile_loops(sass: str, instructions: str) -> list[int]:
+    """How many of these instructions each of the innermost loops with matrix instructions has."""
     lines = sass.splitlines()
     labels = {m[1]: i for i, line in enumerate(lines) if (m := re.match(r"\s*(\.L\w+):", line))}
     jumps = [(m[1], i) for i, line in enumerate(lines) if (m := re.search(r"\bBRA\b.*`\((\.L\w+)\)", line))]
@@ -146,7 +151,7 @@ def spills_in_tile_loops(sass: str, instructions: str = "LDL|STL") -> int:
     multiply = [(a, b) for a, b in loops if any(re.search(r"\b(HMMA|HGMMA)\b", line) for line in lines[a:b])]
     assert multiply, "no loop with matrix instructions found"
     innermost = [(a, b) for a, b in multiply if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in multiply)]
-    return sum(bool(re.search(rf"\b({instructions})\b", line)) for a, b in innermost for line in lines[a:b])
+    return [sum(bool(re.search(rf"\b({instructions})\b", line)) for line in lines[a:b]) for a, b in innermost]
 
 
 @contextmanager
@@ -335,6 +340,34 @@ def test_forms_compile(form, tmp_path, monkeypatch):
             append.append(kv, new, new, slot)
         with compiling(rope, ("rope_kernel",), 90):
             rope.rotation(new, new, cos, cos, (False,) * 5).launch(kv, new, slot)
+
+
+EIGHT_BITS = [  # Triton 3.6 and 3.9; with single bytes in shared memory there are 4.1 to 6.1
+    *(("int8", 90, head_dim, most) for head_dim, most in ((128, 2.85), (256, 2.65), (64, 3.65))),
+    *(("int8", 80, head_dim, most) for head_dim, most in ((128, 2.85), (256, 2.65), (64, 3.65))),
+    ("int8", 86, 128, 3.3),
+    ("fp8", 90, 128, 2.7),
+    ("fp8", 80, 128, 4.2),  # which has no instruction for e4m3
+]
+
+
+@pytest.mark.parametrize("name", ["lean", "split_kv"])
+@pytest.mark.parametrize("kv_dtype, arch, head_dim, most", slow_unless(EIGHT_BITS[0].__eq__, EIGHT_BITS))
+def test_few_instructions_for_each_number_in_8_bits(name, kv_dtype, arch, head_dim, most, tmp_path):
+    """In the loop over full tiles, with 16 rows; no byte is loaded alone, and nothing is spilled there."""
+    module, kernels = KERNELS[name]
+    k = torch.zeros(4, 8, 2048, head_dim, dtype=torch.bfloat16)
+    kv = eight_bits.eight_bits(*eight_bits.empty(k, k), k[:, :, 0].contiguous(), kv_dtype)
+    with compiling(module, kernels, arch) as compiled:
+        getattr(module, name)(k.new_zeros(4, 32, 1, head_dim), kv, Spec())
+        config = tables.decode(k.device, torch.uint8, head_dim, 4, None)
+    binary = read(compiled[kernels[0]], tmp_path)
+    sass = subprocess.run([BIN / "nvdisasm", "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
+    numbers = 2 * config.BLOCK_N * head_dim // (32 * config.num_warps)
+    assert binary.shared * config.programs_per_sm <= SHARED_LIMIT[arch] and spills_in_tile_loops(sass) == 0
+    assert spills_in_tile_loops(sass, r"LDS\.U8|LDS\.S8") == 0 and "cp.async.cg" in binary.ptx
+    found = min(in_tile_loops(sass, "[A-Z][A-Z0-9]+")) / numbers
+    assert 1 < found <= most, found
 
 
 PAGES = [

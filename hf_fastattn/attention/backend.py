@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from .. import hf
-from ..kernels import TritonKernel, checks
+from ..kernels import TritonKernel, checks, eight_bits
 from ..kernels.host import gpu, tables
 from ..kernels.spans import has_rows
-from ..kernels.spec import KV, Gradients, Result, Spec, call
+from ..kernels.spec import KV, Gradients, Result, Spec, call, is_plain
 
 Kernel = Callable[..., Result]
 _DEFAULT = Spec()
@@ -70,6 +70,11 @@ class Backend:
         if self.backward is not None and (self.streaming or not callable(self.backward)):
             raise TypeError(f"Backend {self.name!r}: backward must be callable or None, and None for one that streams.")
 
+    @property
+    def reads_eight_bits(self) -> bool:
+        """Whether its decode kernel reads K and V in 8 bits as they are stored."""
+        return isinstance(self.decode, TritonKernel)
+
     def kernel(self, q_len: int, num_heads: int, num_kv_heads: int) -> tuple[str, Kernel]:
         """("decode" or "prefill", kernel) for a call of this shape."""
         if self.decode is not None and q_len * (num_heads // max(num_kv_heads, 1)) <= self.max_decode_rows:
@@ -93,6 +98,8 @@ class Backend:
         phase, kernel = self.kernel(q.shape[2], q.shape[1], kv.k.shape[1])
         if has_rows(spans) or spec.dropout:  # which decode kernels do not support
             phase, kernel = "prefill", self.prefill
+        if not is_plain(kv.form) and (phase == "prefill" or not self.reads_eight_bits):
+            kv = eight_bits.widened(kv, q.dtype)
         calls[f"{self.name}.{phase}"] += gpu.thread.target is None  # otherwise nothing runs
         return kernel(q, kv, spec, spans, **options)
 

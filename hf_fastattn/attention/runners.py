@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import context_parallel, hf
-from ..kernels import reference
+from ..kernels import eight_bits, reference
 from ..kernels.spec import Spec
 from . import masks
 from . import step as steps
@@ -32,7 +32,7 @@ def attend(
             return rows.attend(backend.attend, q, kv, spec, mask, sink_logits=sink_logits)
         run = context_parallel.over_shares(backend.attend) if isinstance(k, context_parallel.Share) else backend.attend
         return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
-    k, v = kv.plain()
+    k, v = eight_bits.widened(kv, q.dtype).plain()
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     calls[f"{backend.name}.dense"] += 1

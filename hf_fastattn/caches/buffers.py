@@ -83,6 +83,10 @@ class Buffered(CacheLayerMixin):
         slots = self.slots
         return [Part(buffer, self.index, name, slots) for name, buffer in zip(self.names, self.buffers, strict=False)]
 
+    def movable(self) -> list[tuple[torch.Tensor, int | None]]:
+        """The tensors of parts() with their slots, or views of them of another width, as `decode.reorder` permutes their rows."""
+        return [(part.tensor, part.slots) for part in self.parts()]
+
     def clear(self) -> None:
         """Discard the buffers."""
         if self.buffers:

@@ -161,8 +161,10 @@ class Track:
 class Layer(Replaceable):
     """K and V of one layer, (batch, num_kv_heads, capacity, head_dim) each. Their dtypes may differ.
 
-    seen: number of tokens so far. base: the position in slot 0.
+    seen: number of tokens so far. base: the position in slot 0. kv_dtype: "int8" or "fp8" for K and V in 8 bits (eight_bits.py).
     """
+
+    kv_dtype: str | None = None
 
     def __init__(self, index: int, track: Track):
         self.index = index

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from numbers import Integral
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from .. import hf
-from . import saved
+from ..attention.step import Step
+from . import eight_bits, saved
 from .layers import round_up
 from .storage import PreallocatedStorage
-from .stored import ChangeableCache
+from .stored import Arguments, ChangeableCache
 
 
 class PreallocatedCache(ChangeableCache):
@@ -24,6 +25,9 @@ class PreallocatedCache(ChangeableCache):
     in steps, between two forwards. grow=False raises a ValueError instead. Sliding-window layers allocate little more than
     their window. Nothing is allocated before the first forward.
 
+    kv_dtype: "int8" or "fp8" stores K and V in 8 bits in layers without a sliding window: an approximation
+    (docs/guides/kv-dtype.md), for patched models. None stores what the model computes.
+
     It supports what a DynamicCache supports: left padding, holes, chunked prefill, beams, num_return_sequences, assisted
     and prompt-lookup decoding, several turns, reset(), deepcopy, several devices. It raises an error for gradients, for
     offloading, for another batch size or K/V shape, and for cropping more of a sliding window than it keeps.
@@ -31,10 +35,12 @@ class PreallocatedCache(ChangeableCache):
 
     storage: PreallocatedStorage
 
-    def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True):
+    def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True, kv_dtype: str | None = None):
         tokens = _checked(capacity)
         kinds = hf.layer_kinds(saved.config_of(config))
-        self._adopt(PreallocatedStorage(kinds, round_up(tokens) if grow else tokens, grow))
+        if reason := eight_bits.why_not(kv_dtype, config):
+            raise ValueError(reason)
+        self._adopt(eight_bits.storage_of(kinds, round_up(tokens) if grow else tokens, kv_dtype, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(
@@ -49,6 +55,11 @@ class PreallocatedCache(ChangeableCache):
         for layer in self.storage.layers:
             window = layer.track.kind.window
             yield layer.keys, layer.values, None if window is None else torch.tensor(window)
+
+    def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if self.storage.kv_dtype is not None and not self.storage.seen:
+            step.plan = kwargs.get("attention_mask")  # which tokens are padding
+        return super().begin(step, model, args, kwargs)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
         return self.storage.layers[layer_idx].query_offset()

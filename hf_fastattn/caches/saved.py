@@ -40,6 +40,11 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
     from safetensors.torch import save_file
 
     _check_whole(model)
+    if (kv_dtype := next((layer.kv_dtype for layer in layers if layer.kv_dtype), None)) is not None:
+        raise ValueError(
+            f"A cache in 8 bits (kv_dtype={kv_dtype!r}) cannot be saved: files hold K and V as the model computes them. Save a "
+            "cache that was made without kv_dtype=."
+        )
     seen = {layer.seen for layer in layers}
     if len(seen) > 1:
         counts = ", ".join(f"{layer.seen} in layer {layer.index}" for layer in layers)

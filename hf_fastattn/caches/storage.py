@@ -19,6 +19,7 @@ class PreallocatedStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
     takes_many = takes_prompts = takes_packed = True
+    kv_dtype: str | None = None  # of K and V in 8 bits
     layers: list[Layer]
 
     @property
@@ -92,11 +93,11 @@ class PreallocatedStorage(Storage):
 
         groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for layer in self.layers:
-            live = layer.slots
-            if live is None or layer.batch_size != len(index) or not all(map(kernel.fits, layer.buffers)):
+            movable = layer.movable()
+            if layer.slots is None or layer.batch_size != len(index) or not all(kernel.fits(x) for x, _ in movable):
                 layer.select(index)
                 continue
-            for buffer in layer.buffers if live else ():
+            for buffer, live in movable if layer.slots else ():
                 kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
                 groups.setdefault(kind, []).append(buffer)
         old, self.tables = self.tables, {}

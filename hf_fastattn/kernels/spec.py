@@ -51,7 +51,8 @@ class Form(NamedTuple):
 
     On the host:
 
-    unpack: KV -> plain tensors k, v, (batch, num_kv_heads, kv_len, head_dim), in the queries' dtype; all forms but PLAIN have it.
+    unpack: KV -> plain tensors k, v, (batch, num_kv_heads, kv_len, head_dim), in the queries' dtype or in fp32; all forms but
+    PLAIN have it.
     check: raises ValueError or TypeError for tensors of another format; called with (q, kv), and where tokens are appended with
     (new keys, kv). It replaces the check that q, k and v share one dtype. It may depend on shapes, strides and dtypes, not on
     contents. sizes: KV -> `Sizes`, or these errors, since it may be called before; None if the sizes are those of k and v. pack:

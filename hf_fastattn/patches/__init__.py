@@ -20,6 +20,7 @@ from .preflight import (
     find_model,
     which_cache,
     which_kinds,
+    which_kv_dtype,
     which_settings,
     which_shares,
 )
@@ -48,6 +49,7 @@ def patch(
     cache: Literal["auto", "preallocated", "rolling"] | None = "auto",
     graph: bool = True,
     fuse: bool = True,
+    kv_dtype: Literal["int8", "fp8"] | None = None,
     kv_sharding: Literal["heads", "sequence"] = "heads",
     window: int | None = None,
     sinks: int | None = None,
@@ -65,6 +67,10 @@ def patch(
     product in the MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), the one-token steps of
     layers with a recurrent state (two launches instead of forty), and, in decode graphs of up to 64 tokens in 16 bits, cuBLAS
     in linear layers. fuse=False replaces none.
+
+    kv_dtype: "int8" or "fp8" stores K and V in 8 bits, an approximation: half the memory, and half of what a step reads of a long
+    text. The first prompt of a cache is read without it. Layers with a sliding window keep K and V as the model computes them.
+    For "lean", "split_kv" and "batch_invariant", on one rank.
 
     kv_sharding: how ranks of tensor parallelism divide K and V of layers that keep all tokens. With "heads" each rank has the KV
     heads that it computes. With "sequence" it has a share of the tokens, with all KV heads: for models with fewer KV heads than
@@ -103,7 +109,7 @@ def patch(
             kind = which_cache(cache, chosen, graph)
             arguments: dict[str, object] = {"backend": backend, "cache": kind, **flags}
             arguments |= {"window": window, "sinks": Settings.sinks if sinks is None and chosen.streaming else sinks}
-            arguments |= {"kv_sharding": kv_sharding, "peer_memory": peer_memory}
+            arguments |= {"kv_sharding": kv_sharding, "peer_memory": peer_memory, "kv_dtype": kv_dtype}
             arguments["compile"] = _which_compile(compile)
             if (found := patch_of(model)) is not None and found.is_of(model, arguments):
                 return found
@@ -111,9 +117,10 @@ def patch(
             shares = which_shares(model, kind, kv_sharding)
             streaming = which_settings(model, chosen, window, sinks, clamp_positions)
             kinds = which_kinds(model, chosen, kind, streaming)
+            which_kv_dtype(model, chosen, kind, kv_dtype)
             if peer_memory:
                 check_peer_memory(model, graph and fuse)
-        made = Patch(model, backend, kinds, graph, fuse, streaming, shares, peer_memory, keep_graphs)
+        made = Patch(model, backend, kinds, graph, fuse, streaming, shares, peer_memory, keep_graphs, kv_dtype)
         made.arguments = arguments
         made.ahead = ahead.begin(model, compile == "lazy")
         return made

@@ -67,12 +67,14 @@ class Patch:
         shares: Shares | None = None,
         peer_memory: bool | None = None,
         keep_graphs: bool = False,
+        kv_dtype: str | None = None,
     ):
         """kinds: of the layers, for a cache of the package; None for Transformers' cache.
 
-        shares: how ranks share K and V by sequence. keep_graphs: see `patch`.
+        shares: how ranks share K and V by sequence. keep_graphs, kv_dtype: see `patch`.
         """
-        self._begin(model, backend, graph, None if kinds is None else Generation(model, kinds, streaming, graph, shares))
+        generation = None if kinds is None else Generation(model, kinds, streaming, graph, shares, kv_dtype)
+        self._begin(model, backend, graph, generation)
         self._graphs.keep = keep_graphs
         try:
             if shares is not None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from .. import hf, registry
-from ..caches import RollingCache
+from ..caches import RollingCache, eight_bits
 from ..context_parallel import Shares
 from ..report.warn import warn
 from ..streaming import Settings
@@ -191,6 +191,21 @@ def which_kinds(
         return _kinds(model)
     except ValueError as error:
         raise ValueError(f"{error}{_remedy(model, backend, streaming)}") from None
+
+
+def which_kv_dtype(model: hf.PreTrainedModel, backend: registry.Backend, cache: str | None, kv_dtype: str | None) -> None:
+    """Raise ValueError if this model cannot have K and V in 8 bits, with this backend and cache."""
+    if kv_dtype is None:
+        return
+    reason = eight_bits.why_not(kv_dtype, model)
+    if reason is None and (cache != "preallocated" or not backend.reads_eight_bits):
+        reads = [name for name in registry.names() if (each := registry.get(name)).reads_eight_bits and not each.streaming]
+        reason = (
+            f"kv_dtype={kv_dtype!r} needs a preallocated cache and a backend whose decode kernel reads 8 bits: "
+            f"{', '.join(reads)}; got {backend.name!r} with a cache of {cache!r}. Leave out kv_dtype=, or use one of these."
+        )
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def _kinds(model: hf.PreTrainedModel) -> tuple[hf.Kind, ...]:

@@ -20,10 +20,11 @@ from ..attention import ragged
 from ..batch import job
 from ..batch.loop import BUCKETS
 from ..caches import PreallocatedCache
+from ..caches.eight_bits import storage_of
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
 from ..caches.paged import PagedCache, PagedStorage, windows_of
-from ..caches.storage import PreallocatedStorage
+from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
@@ -46,7 +47,7 @@ DRAFTS = (2, 4, 8, 16)
 class Recipe(NamedTuple):
     """What decides which kernels a model launches. dtypes: of its parameters. most: tokens of all rows in a graph.
 
-    page: tokens of a page for those of generate_batch(), 0 for those of generate()."""
+    page: tokens of a page for those of generate_batch(), 0 for those of generate(). kv_dtype: of K and V in 8 bits."""
 
     cls: type[hf.PreTrainedModel]
     config: hf.PreTrainedConfig
@@ -58,6 +59,7 @@ class Recipe(NamedTuple):
     most: int
     target: gpu.Target
     page: int = 0
+    kv_dtype: str | None = None
 
     @classmethod
     def of(
@@ -91,8 +93,8 @@ class Recipe(NamedTuple):
         if page and (reason := job.why_not(model, hf.layer_kinds(model.config), others)) is not None:
             raise ValueError(f"generate_batch() cannot run this {type(model).__name__}: {reason}. Leave batch out.")
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        most, config = launch_bound(model, target.arch), copy.deepcopy(model.config)
-        return cls(type(model), config, model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target, page)
+        most, config, kv_dtype = launch_bound(model, target.arch), copy.deepcopy(model.config), had.get("kv_dtype")
+        return cls(type(model), config, model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target, page, kv_dtype)
 
     def small(self) -> hf.PreTrainedModel:
         """A model of the same widths and dtypes, with as few layers as have all kinds, on the meta device."""
@@ -149,7 +151,7 @@ def listed(
     with describing(recipe.target, stop) as found, torch.no_grad():
         model = recipe.small()
         patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), graph, recipe.fuse, None)
-        run = _Forwards(model, patch)
+        run = _Forwards(model, patch, recipe.kv_dtype)
         ends = [0]
         prompt = _Point(tokens=100, past=0)
         first = prompt, prompt._replace(masked=True), _Point(past=100, captured=graph)
@@ -232,7 +234,7 @@ class _Point(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """One call of attention. window: of its layer."""
+    """One call of attention. window: of its layer. kv_dtype: of K and V behind a past."""
 
     backend: str
     q: torch.Tensor
@@ -242,6 +244,7 @@ class _Template(NamedTuple):
     options: dict[str, Any]
     captured: bool
     window: int | None
+    kv_dtype: str | None
 
     def attend(self, rows: int, past: int, tokens: int, packed: bool = False) -> None:
         """The same call with other numbers of rows and tokens. packed: of prompts that are read as one row."""
@@ -258,14 +261,19 @@ class _Template(NamedTuple):
         capacity = min(round_up(past + tokens), limit)
         kv_len = capacity if self.captured else seen + tokens
         q = _like(self.q, {0: rows, 2: tokens})
-        k, v = (_like(x, {0: rows, 2: max(capacity, kv_len)})[:, :, :kv_len] for x in (self.kv.k, self.kv.v))
+        k, v = (_like(x, {0: rows, 2: max(capacity, kv_len)}) for x in (self.kv.k, self.kv.v))
+        kv = KV(k[:, :, :kv_len], v[:, :, :kv_len])
+        if self.kv_dtype is not None and self.window is None and (past or self.captured):
+            held, centre = eight_bits.empty(k, v), q.new_empty(rows, k.shape[1], k.shape[3])
+            k, v, scales = (x[:, :, :kv_len] for x in held)
+            kv = eight_bits.eight_bits(k, v, scales, centre, self.kv_dtype)
         spans, spec = self.spans, self.spec
         if spans is not None:
             words = num_words(kv_len) if spans.shape[3] > WORDS else 0
             spans = spans.new_empty(rows if words else 1, 1, 1, WORDS + words).expand(rows, -1, -1, -1)
         if packed:
             spans, spec = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32), spec._replace(causal=False)
-        registry.get(self.backend).attend(q, KV(k, v), spec, spans, **self.options)
+        registry.get(self.backend).attend(q, kv, spec, spans, **self.options)
 
 
 def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
@@ -278,14 +286,14 @@ def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
 class _Forwards:
     """Forwards of a model on the meta device."""
 
-    def __init__(self, model: hf.PreTrainedModel, patch: Patch):
-        self.model, self.backend = model, patch.backend
+    def __init__(self, model: hf.PreTrainedModel, patch: Patch, kv_dtype: str | None):
+        self.model, self.backend, self.kv_dtype = model, patch.backend, kv_dtype
         self.kinds = hf.layer_kinds(model.config)
 
     def __call__(self, point: _Point) -> None:
         """One forward over a cache of `point.past` tokens."""
         model, total = self.model, point.past + point.tokens
-        storage = PreallocatedStorage(self.kinds, round_up(total))
+        storage = storage_of(self.kinds, round_up(total), self.kv_dtype)
         cache = PreallocatedCache.around(storage)
         ids = torch.empty(point.rows, point.tokens, dtype=torch.int64, device="meta")
         for layer, shape in zip(storage.layers, hf.layer_shapes(model.config), strict=True):
@@ -314,7 +322,9 @@ class _Forwards:
             gpu.thread.calls = None
         by_window: dict[int | None, _Template] = {}
         for (q, kv, spec, spans, options), kind in zip(calls, self.kinds, strict=False):
-            by_window[kind.window] = _Template(self.backend, q, kv, spec, spans, options, point.captured, kind.window)
+            by_window[kind.window] = _Template(
+                self.backend, q, kv, spec, spans, options, point.captured, kind.window, self.kv_dtype
+            )
         return [*by_window.values()]
 
 
@@ -322,7 +332,7 @@ class _Batches(_Forwards):
     """Forwards of generate_batch(): of prompts in one row, which follow cached tokens if `past` is not 0, and steps of rows."""
 
     def __init__(self, model: hf.PreTrainedModel, patch: Patch, size: int):
-        super().__init__(model, patch)
+        super().__init__(model, patch, None)
         self.size = size
 
     def __call__(self, point: _Point) -> None:

@@ -16,6 +16,8 @@ from ..host.overlap import early
 from ..spans import has_rows, has_words, no_spans, width_of
 from ..spec import KV, Form, Spec
 
+LEAST = 16  # dimensions of a part of K and V, the smallest size for tl.dot
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -107,8 +109,15 @@ class Call:
         return max(self.head_dim, self.value_dim)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The one that selects tiles: of the queries, or of K and V in 8 bits that queries of 16 bits read."""
+        k = self.tensors[1]
+        assert k is not None
+        return k.dtype if k.dtype == torch.uint8 and self.q.dtype.itemsize == 2 else self.q.dtype
+
+    @property
     def block_dv(self) -> int:
-        return tables.block_d(self.value_dim)
+        return max(tables.block_d(self.value_dim), LEAST * self.form.parts)
 
     def output(self, BLOCK_N: int = 0) -> dict[str, Any]:
         """The fields of `Output`."""
@@ -132,7 +141,7 @@ class Call:
             **self.output(config.BLOCK_N),
             HEAD_DIM=self.head_dim,
             BLOCK_M=config.BLOCK_M,
-            BLOCK_D=tables.part_d(self.head_dim),
+            BLOCK_D=max(tables.part_d(self.head_dim), LEAST * self.form.parts),
             HAS_WORDS=packed or has_words(spans),
             HAS_SOFTCAP=self.spec.softcap is not None,
             IEEE=self.q.dtype == torch.float32,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .dropout import aligned, kept
-from .online import masked_step, scores_of, softmax_step
+from .online import masked_step, scores_of, shifted, softmax_step
 from .rerotate import partners, rerotate
 from .tile import load_tile, queries_of
 from .wide import SINK_BLOCK, attend_wide
@@ -152,6 +152,7 @@ def _attend(
                     k_sinks, v_sinks = load_tile(kv, first, offs_s, further, dims, FORM)
                 s = scores_of(q, k_sinks, scales[1], C, FORM)
                 acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C, FORM)
+    m = shifted(m, q, C, FORM)
     if PARTS == 1:
         return acc[0], m, l
     else:

@@ -11,7 +11,9 @@ LN_2 = 0.6931471805599453
 
 @triton.jit
 def scores_of(queries, k, cap_log2, C: tl.constexpr, FORM: tl.constexpr):
-    """Scores in base 2 of a block of rows and a tile of keys. queries: see `tile.queries_of`. k: see `tile.load_tile`."""
+    """Scores in base 2 of a block of rows and a tile of keys. queries: see `tile.queries_of`. k: see `tile.load_tile`.
+
+    A softcap needs the shift of a row, and sinks have another one. Without both `shifted` adds it at the end."""
     q, factor, shift = queries
     s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
     if FORM.parts == 2:
@@ -19,12 +21,20 @@ def scores_of(queries, k, cap_log2, C: tl.constexpr, FORM: tl.constexpr):
     if FORM.weights is not None:
         s *= k[FORM.parts][None, :]
     s *= factor
-    if FORM.queries is not None:
+    if FORM.queries is not None and (C.HAS_SOFTCAP or C.SINKS > 0):
         s += shift
     s = capped(s, cap_log2, C.HAS_SOFTCAP, C.IEEE)
     if FORM.weights is not None:
         s += k[FORM.parts + 1][None, :]
     return s
+
+
+@triton.jit
+def shifted(m, queries, C: tl.constexpr, FORM: tl.constexpr):
+    """The maximum m of rows with the shift of their scores."""
+    if FORM.queries is not None and not (C.HAS_SOFTCAP or C.SINKS > 0):
+        m += tl.reshape(queries[2], m.shape)
+    return m
 
 
 @triton.jit

@@ -213,6 +213,18 @@ _TABLES: dict[str, tuple[Line, ...]] = {
     # As a rule 64 to 128 KB of K/V in flight per multiprocessor.
     "decode": (
         (0, None, None, None, None, Config(64, 16, 4, 1, 2)),
+        # Codes of 8 bits: as many bytes in flight. Converted tiles of 64 rows and more keys spill.
+        (90, 1, 64, 16, None, Config(16, 256, 4, 3, 2)),
+        (90, 1, 128, 16, None, Config(16, 128, 4, 4, 2)),
+        (90, 1, 256, 16, None, Config(16, 64, 4, 4, 2)),
+        (80, 1, 64, 16, None, Config(16, 256, 4, 3, 2)),
+        (80, 1, 128, 16, None, Config(16, 128, 4, 3, 2)),
+        (80, 1, 256, 16, None, Config(16, 64, 4, 3, 2)),
+        (None, 1, 64, 16, None, Config(16, 128, 4, 3, 2)),
+        (None, 1, 128, 16, None, Config(16, 64, 4, 3, 2)),
+        (None, 1, 256, 16, None, Config(16, 32, 4, 3, 2)),
+        (None, 1, 128, None, None, Config(64, 64, 4, 3, 1)),
+        (None, 1, None, None, None, Config(64, 32, 4, 3, 1)),
         (None, 4, 128, None, None, Config(64, 32, 4, 2, 2)),
         (None, 4, 256, None, None, Config(64, 16, 4, 2, 2)),
         (None, 4, None, 32, None, Config(32, 16, 4, 2, 2)),
@@ -279,7 +291,7 @@ def many_rows(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int
     # Blocks of 128 rows read K and V half as often; those of 64 leave fewer rows empty.
     few = rows <= 256 or (rows < 640 and 0 < rows % 128 <= 64)
     load = "sinks" if sinks else "no sinks"
-    return _launch("many rows", gpu.arch(device), dtype.itemsize, block_d(head_dim), 64 if few else 128, load)
+    return _launch("many rows", gpu.arch(device), max(dtype.itemsize, 2), block_d(head_dim), 64 if few else 128, load)
 
 
 def merge(device: torch.device, block_dv: int, rows: int, partials: int) -> dict[str, int]:

@@ -134,6 +134,8 @@ class Batches:
         others = job.why_not_backend(name)
         if others is None and generation.caches.streaming is not None:
             others = f"{name!r} drops tokens, and pages keep them"
+        elif others is None and generation.caches.kv_dtype is not None:
+            others = f"kv_dtype={generation.caches.kv_dtype!r} stores K and V in 8 bits, and pages hold them as they are computed"
         elif others is None and generation.ranks.several:
             others = "several ranks share it"
         return job.why_not(model, generation.caches.kinds, others)

@@ -8,11 +8,11 @@ import torch
 
 from ... import hf
 from ...caches import PreallocatedCache, RollingCache
+from ...caches.eight_bits import storage_of
 from ...caches.layers import round_up
 from ...caches.pool import Pool
 from ...caches.ring import Ring
 from ...caches.shared import SharedCache, SharedStorage
-from ...caches.storage import PreallocatedStorage
 from ...caches.stored import StoredCache
 from ...context_parallel import Shares
 from ...streaming import Settings
@@ -21,20 +21,22 @@ from ...streaming import Settings
 class CallCaches:
     """The caches of one model. kinds: of its layers. streaming: the settings of a streaming backend, None for others.
 
-    shares: how ranks share K and V by sequence. pool: the storages that are kept between calls.
+    shares: how ranks share K and V by sequence. kv_dtype: of K and V in 8 bits. pool: the storages that are kept between calls.
     """
 
-    def __init__(self, kinds: tuple[hf.Kind, ...], streaming: Settings | None, shares: Shares | None):
-        self.kinds, self.streaming, self.shares = kinds, streaming, shares
+    def __init__(
+        self, kinds: tuple[hf.Kind, ...], streaming: Settings | None, shares: Shares | None, kv_dtype: str | None = None
+    ):
+        self.kinds, self.streaming, self.shares, self.kv_dtype = kinds, streaming, shares, kv_dtype
         self.pool = self._make_pool(0)
         self.fitted = ("", 0)  # the configuration for which the pool was made, and the number of its layers
 
     def _make_pool(self, serial: int) -> Pool:
-        kinds, streaming, shares = self.kinds, self.streaming, self.shares
+        kinds, streaming, shares, kv_dtype = self.kinds, self.streaming, self.shares, self.kv_dtype
         if shares is not None:
             return Pool(lambda tokens: SharedStorage(kinds, round_up(tokens), shares), SharedCache.around, serial)
         if streaming is None:
-            return Pool(lambda tokens: PreallocatedStorage(kinds, round_up(tokens)), PreallocatedCache.around, serial)
+            return Pool(lambda tokens: storage_of(kinds, round_up(tokens), kv_dtype), PreallocatedCache.around, serial)
         return Pool(lambda tokens: Ring(len(kinds), streaming), RollingCache.around, serial)
 
     def refit(self, model: hf.PreTrainedModel) -> int:
@@ -65,6 +67,10 @@ class CallCaches:
     def in_words(self) -> str:
         if self.shares is not None:
             return f"preallocated, shared out over {self.shares.count} ranks by sequence"
+        if self.kv_dtype is not None:
+            full = sum(kind.window is None for kind in self.kinds)
+            rest = f", {len(self.kinds) - full} with a window as the model computes them" if full < len(self.kinds) else ""
+            return f"preallocated, K and V of {full} layers in 8 bits ({self.kv_dtype}), an approximation{rest}"
         if self.streaming is None:
             return "preallocated"
         return f"rolling, {self.streaming.sinks} sinks and a window of {self.streaming.window}"
@@ -87,6 +93,7 @@ class CallCaches:
             return False
         layers = cache.storage.layers
         new = not any(layer.is_initialized or layer.pending or layer.seen for layer in layers)
+        new = new and cache.storage.kv_dtype == self.kv_dtype
         return new and all(layer.track.growable for layer in layers) and tuple(x.track.kind for x in layers) == self.kinds
 
     def make_ready(

@@ -39,7 +39,8 @@ _MISSING: Any = object()
 class Generation:
     """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. shares: how ranks share K and V by sequence. reasons: the reasons why steps ran uncaptured.
+    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype: see `CallCaches`. reasons: why steps
+    ran uncaptured.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Generation:
         streaming: Settings | None,
         graph: bool,
         shares: Shares | None = None,
+        kv_dtype: str | None = None,
     ):
         self._model = weakref.ref(model, self._closer())
-        self.caches = CallCaches(kinds, streaming, shares)
+        self.caches = CallCaches(kinds, streaming, shares, kv_dtype)
         self.graph = graph
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
@@ -128,7 +130,7 @@ class Generation:
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
         caches = self.caches
-        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, caches.shares)
+        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, caches.shares, caches.kv_dtype)
         memo[id(self)] = twin
         twin.had = dict(self.had)
         twin.graphs.keep = self.graphs.keep

@@ -1,0 +1,188 @@
+"""A preallocated cache whose layers of full attention store K and V in 8 bits (`kernels.eight_bits`).
+
+The first tokens of a text attend to K and V as the model computes them, and are stored afterwards. Later tokens attend to what is
+stored: for up to 64 query rows of a KV head the kernels read the 8 bits, for more, as those of a long message, K and V are first
+written out in the model's dtype. So are they for attention of other code. Layers with a sliding window are small, and have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import hf, registry
+from ..attention.step import EAGER, Step
+from ..hf import Kind
+from ..kernels import eight_bits
+from ..kernels.decode.append import append
+from ..kernels.spec import KV
+from .buffers import UNKNOWN, Pair, Part, describe, layout, refuse_gradient, selected
+from .layers import Layer, Track
+from .storage import PreallocatedStorage
+
+AT_ONCE = 1 << 15  # tokens in a launch that stores them, whose grid has at most 65,535
+
+
+class ByteLayer(Layer):
+    """Codes of K and V, (batch, num_kv_heads, capacity, head_dim) in uint8, and the scales of both, (batch, num_kv_heads,
+    capacity, 1) in int32.
+
+    centre: of K, (batch, num_kv_heads, 1, head_dim) in the model's dtype: the mean of the first tokens without padding, until
+    reset().
+    """
+
+    names = ("keys", "values", "scales")
+    centre: torch.Tensor
+
+    def __init__(self, index: int, track: Track, kv_dtype: str):
+        super().__init__(index, track)
+        self.kv_dtype: str = kv_dtype
+
+    def joined(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *codes, scales = eight_bits.empty(keys, values)
+        return *codes, scales[..., None]
+
+    @property
+    def kv(self) -> Pair:
+        """Tensors without tokens, of the layout that update() takes."""
+        values = self.buffers[1]
+        return self.centre[:, :, :0], self.centre.new_empty(*values.shape[:2], 0, values.shape[3])
+
+    def stored(self, tokens: int) -> KV:
+        """The first slots."""
+        keys, values, scales = (x[:, :, :tokens] for x in self.buffers)
+        return eight_bits.eight_bits(keys, values, scales[..., 0], self.centre[:, :, 0], self.kv_dtype)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        with torch.inference_mode(False):
+            batch, heads, _, head_dim = key_states.shape
+            self.centre = torch.zeros(batch, heads, 1, head_dim, dtype=key_states.dtype, device=self.device)
+
+    def parts(self) -> list[Part]:
+        found = super().parts()
+        return [*found, Part(self.centre, self.index, "centre", 1)] if found else found
+
+    def movable(self) -> list[tuple[torch.Tensor, int | None]]:
+        """All as bytes in the width of K, which one kernel permutes."""
+        return [self._in_bytes(part.tensor, part.slots or 0) for part in self.parts()]
+
+    def _in_bytes(self, x: torch.Tensor, slots: int) -> tuple[torch.Tensor, int]:
+        of_slot, width = x.shape[3] * x.element_size(), self.buffers[0].shape[3]
+        if x.shape[2] * of_slot % width:
+            return x, slots
+        return x.view(torch.uint8).view(*x.shape[:2], -1, width), -(-slots * of_slot // width)
+
+    def select(self, indices: torch.Tensor) -> None:
+        if not self.buffers:
+            return
+        if len(indices) != self.batch_size:
+            self.moved()
+        *self.buffers, self.centre = (selected(part.tensor, indices, part.slots) for part in self.parts())
+
+    def shown(self, index: int) -> torch.Tensor | None:
+        """A copy: what is stored are 8 bits."""
+        if self.track.mode != EAGER:
+            return UNKNOWN
+        return eight_bits.widened(self.stored(self.slots), self.centre.dtype).plain()[index] if self.buffers else None
+
+    def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
+        raise ValueError(
+            f"K and V that are stored in 8 bits (kv_dtype={self.kv_dtype!r}) cannot be replaced: they would be rounded twice. "
+            "Leave out kv_dtype=."
+        )
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
+        track, q_len = self.track, key_states.shape[2]
+        step = track.step
+        if step is not None and step.mode != EAGER:
+            self.mark_written(step)
+            held = self.kv
+            if [*map(layout, held)] != [layout(key_states), layout(value_states)]:
+                raise RuntimeError(f"layer {self.index} holds K and V of {describe(*held)}")
+            kv = self.stored(track.capacity)
+            append(kv, key_states, value_states, track.counts[:1])
+            return self._given(kv, step)
+        refuse_gradient(key_states, value_states)
+        self.check(key_states, value_states)
+        self.make_room(q_len)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        track.stale = True
+        first, whole = self.seen == 0, self.stored(track.capacity)
+        if first:
+            self.centre.copy_(_mean(key_states, None if step is None else step.plan))
+        for begin in range(0, q_len, AT_ONCE):
+            slot = torch.full((1,), self.seen + begin, device=self.device)
+            some = slice(begin, begin + AT_ONCE)
+            append(whole, key_states[:, :, some], value_states[:, :, some], slot)
+        self.seen += q_len
+        return (key_states, value_states) if first else self._given(self.stored(self.seen), step)
+
+    def _given(self, kv: KV, step: Step | None) -> Pair:
+        """K and V for attention: as they are stored, if it is of this package; otherwise written out."""
+        if step is not None and _is_ours(step):
+            step.kv = kv
+            return kv.k, kv.v
+        if not torch.compiler.is_compiling():
+            hf.warn_once(
+                f"K and V in 8 bits (kv_dtype={self.kv_dtype!r}) are written out in {self.centre.dtype} in each step: attention "
+                "that does not belong to a patched model reads them. Call hf_fastattn.patch(model), or leave out kv_dtype=."
+            )
+        return eight_bits.widened(kv, self.centre.dtype).plain()
+
+
+def _is_ours(step: Step) -> bool:
+    """Whether the attention of a forward finds `step.kv`: that of a patched model, which is not compiled."""
+    config: Any = None if step.model is None else step.model.config
+    return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
+
+
+def _mean(x: torch.Tensor, mask: object) -> torch.Tensor:
+    """The mean of x (batch, heads, tokens, width) over tokens, (batch, heads, 1, width): of those in the mask, if it is 2-D."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(mask) != len(x) or mask.shape[1] < x.shape[2]:
+        return x.mean(2, keepdim=True, dtype=torch.float32)
+    live = (mask[:, None, : x.shape[2], None] != 0).to(x.device)
+    return x.where(live, 0.0).sum(2, keepdim=True, dtype=torch.float32) / live.sum(2, keepdim=True).clamp(min=1)
+
+
+class ByteStorage(PreallocatedStorage):
+    """The layers of one cache, in 8 bits those without a sliding window."""
+
+    kv_dtype: str
+    takes_prompts = takes_packed = False  # a graph cannot tell the first tokens, which set the centre, from others
+
+    def __init__(self, kinds: Sequence[Kind], capacity: int, kv_dtype: str, growable: bool = True):
+        self.kv_dtype = kv_dtype
+        super().__init__(kinds, capacity, growable)
+
+    def make_layer(self, index: int, track: Track) -> Layer:
+        return super().make_layer(index, track) if track.kind.window else ByteLayer(index, track, self.kv_dtype)
+
+
+def storage_of(kinds: Sequence[Kind], capacity: int, kv_dtype: str | None, growable: bool = True) -> PreallocatedStorage:
+    """The storage of a preallocated cache. kv_dtype: None for K and V as the model computes them."""
+    return (
+        PreallocatedStorage(kinds, capacity, growable) if kv_dtype is None else ByteStorage(kinds, capacity, kv_dtype, growable)
+    )
+
+
+def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -> str | None:
+    """Why the layers of a model cannot store K and V in this dtype; None if they can."""
+    if kv_dtype is None:
+        return None
+    if not isinstance(kv_dtype, str) or kv_dtype not in eight_bits.KV_DTYPES:
+        return f'kv_dtype must be "int8", "fp8" or None; got {kv_dtype!r}.'
+    config = model if isinstance(model, hf.PreTrainedConfig) else model.config
+    kinds, reason = {kind.name for kind in hf.layer_kinds(config)}, None
+    if hf.is_shared(model):
+        reason = "for a model on one rank, and ranks share this one"
+    elif not kinds <= {"full", "window"}:
+        reason = "for layers of attention alone, and this model has recurrent states"
+    elif "full" not in kinds:
+        reason = "for layers that keep all tokens, and each layer of this model has a sliding window"
+    elif wide := [s for s in hf.layer_shapes(config) if s.head_dim > 256 or s.head_dim % 2 or s.value_dim % 2]:
+        reason = f"for an even head_dim up to 256; got {wide[0].head_dim} and {wide[0].value_dim}"
+    return None if reason is None else f"kv_dtype={kv_dtype!r} is {reason}. Leave out kv_dtype=."
