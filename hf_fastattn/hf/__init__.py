@@ -44,6 +44,7 @@ from .packages import *
 from .parallel import *
 from .quantised import *
 from .rotations import *
+from .sampling import *
 from .text import *
 
 if not TYPE_CHECKING:  # type checkers read the imports

@@ -71,7 +71,8 @@ class Patch:
 
         shares: how ranks share K and V by sequence. keep_graphs: see `patch`.
         """
-        self._begin(model, backend, graph, None if kinds is None else Generation(model, kinds, streaming, graph, shares))
+        generation = None if kinds is None else Generation(model, kinds, streaming, graph, shares, fuse)
+        self._begin(model, backend, graph, generation)
         self._graphs.keep = keep_graphs
         try:
             if shares is not None:

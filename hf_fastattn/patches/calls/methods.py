@@ -30,16 +30,17 @@ from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
 from .forwards import Forwards
-from .overrides import Generate, KeptInputs
+from .overrides import Generate, KeptInputs, Processors
 
-METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.BATCHES, hf.BATCH)
+METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.PROCESSORS_OF_CALL, hf.BATCHES, hf.BATCH)
 _MISSING: Any = object()
 
 
 class Generation:
     """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. shares: how ranks share K and V by sequence. reasons: the reasons why steps ran uncaptured.
+    graph: whether steps are captured. shares: how ranks share K and V by sequence. fuse: whether tokens are drawn in one launch.
+    reasons: the reasons why steps ran uncaptured.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class Generation:
         streaming: Settings | None,
         graph: bool,
         shares: Shares | None = None,
+        fuse: bool = True,
     ):
         self._model = weakref.ref(model, self._closer())
         self.caches = CallCaches(kinds, streaming, shares)
-        self.graph = graph
+        self.graph, self.fuse = graph, fuse
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
         self.reasons: list[str] = []
@@ -92,7 +94,8 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours: list[Any] = [Generate(self), self._prepare_cache, KeptInputs(self), NoManager(self), Batches(self)]
+        first: list[Any] = [Generate(self), self._prepare_cache, KeptInputs(self), Processors(self)]
+        ours = [*first, NoManager(self), Batches(self)]
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
 
@@ -128,7 +131,7 @@ class Generation:
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
         caches = self.caches
-        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, caches.shares)
+        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, caches.shares, self.fuse)
         memo[id(self)] = twin
         twin.had = dict(self.had)
         twin.graphs.keep = self.graphs.keep
@@ -158,6 +161,8 @@ class Generation:
         if forward.streams(model):
             refresh(model)  # before the state that a graph depends on is read
         given: object = model_kwargs.get(hf.CACHE)
+        if self.fuse and (calls := self._thread.calls):
+            calls[-1].samples = calls[-1].own_loop and hf.needs_only_tokens(model, generation_config, generation_mode)
         assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
         asked = self._asked(model, generation_config, given, assisted)
         if given is not None or asked is not None or generation_config.use_cache is False:
@@ -299,7 +304,7 @@ class Generation:
         mask = model_kwargs.get("attention_mask")
         call = calls[-1]
         call.draws = bool(generation_config.do_sample) or model.training
-        adds_ones = call.stock_loop and self.is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code
+        adds_ones = call.own_loop and self.is_stock(hf.FORWARD)
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]
