@@ -20,6 +20,7 @@ from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
 from ..caches.storage import PreallocatedStorage
 from ..kernels.ahead.describe import Kernel, describing
+from ..kernels.decode.sample import Sampler, Settings
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
@@ -133,6 +134,9 @@ def listed(
         for points in (first, [_Point(tokens=128, past=0, captured=graph)]):  # of the first call; of a second one
             for point in points:
                 run(point)
+            if recipe.fuse:
+                scores = torch.empty(1, model.get_output_embeddings().weight.shape[0], device="meta")
+                Sampler()(scores, Settings())
             ends.append(len(found))
         # Point of a forward; the rows, the tokens before and the tokens with which its attention runs again.
         cases: list[tuple[_Point, list[int], list[int], Iterable[int]]] = []

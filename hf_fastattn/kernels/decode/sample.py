@@ -228,13 +228,13 @@ if triton is not None:
         size = tl.where(few, parts * SLOTS, vocab)
         if index == _NONE:
             _, total, index = _read(
-                Scores, Noise, Values, Indices, size, few, inverse, maximum, least, min_p, least, -1, BLOCK
+                Scores, Noise, Values, Indices, size, few, inverse, maximum, least, min_p, least, -1, BLOCK // 2
             )  # fmt: skip
         more = (removed > 0) & valid & (index != _NONE)
         while more:
             key = _keys(tl.load(Scores + index) * inverse)
             below, _, following = _read(
-                Scores, Noise, Values, Indices, size, few, inverse, maximum, least, min_p, key, index, BLOCK
+                Scores, Noise, Values, Indices, size, few, inverse, maximum, least, min_p, key, index, BLOCK // 2
             )  # fmt: skip
             more = (below / total <= removed) & (following != _NONE)
             index = tl.where(more, following, index)
