@@ -79,7 +79,7 @@ class Sampler:
 
 def takes(scores: object) -> bool:
     """Whether a Sampler draws from these scores."""
-    if triton is None or torch.compiler.is_compiling() or not isinstance(scores, torch.Tensor) or scores.dim() != 2:
+    if triton is None or torch.compiler.is_compiling() or type(scores) is not torch.Tensor or scores.dim() != 2:
         return False
     whole = scores.dtype == torch.float32 and scores.stride(1) == 1 and scores.numel() > 0 and not scores.requires_grad
     return whole and (INTERPRETED or gpu.on_gpu(scores.device))
