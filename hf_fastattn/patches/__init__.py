@@ -15,6 +15,7 @@ from .patched import Change, Patch
 from .preflight import (
     OLD_NAME,
     Adapted,
+    check_chunks,
     check_model,
     check_peer_memory,
     find_model,
@@ -54,6 +55,7 @@ def patch(
     clamp_positions: bool = False,
     peer_memory: bool | None = None,
     keep_graphs: bool = False,
+    prefill_chunk: Literal["auto"] | None = None,
     compile: Literal["ahead", "lazy"] = "ahead",
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
@@ -62,8 +64,8 @@ def patch(
     place; "rolling" keeps the tokens that "streaming" sees, in constant memory; "auto" selects the one for the backend; None
     leaves the choice to Transformers. graph=False runs every step from Python. fuse=True replaces, on GPUs and with the model's
     roundings: norms (one launch instead of six or more), the rotation of queries and keys (one instead of ten or more), the
-    product in the MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), and, in decode graphs of
-    up to 64 tokens in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
+    product in the MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), the draw of a token (two
+    launches), and, in decode graphs of up to 64 tokens in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
 
     kv_sharding: how ranks of tensor parallelism divide K and V of layers that keep all tokens. With "heads" each rank has the KV
     heads that it computes. With "sequence" it has a share of the tokens, with all KV heads: for models with fewer KV heads than
@@ -80,6 +82,9 @@ def patch(
     keep_graphs: a graph of steps that run your own code, which is of no installed package, is valid for one call of generate(),
     because such code may read anything. True keeps it: you promise that nothing changes that this code reads besides its inputs
     and the model's weights. After a change call undo() and patch() again.
+
+    prefill_chunk: "auto" reads a prompt in chunks, as large as possible, if its activations as a whole do not fit into the free
+    memory of the GPU. None leaves that to generate(prefill_chunk_size=...), which also replaces "auto" in a call.
 
     compile: "ahead" compiles the kernels of a model on a GPU from now on, in other processes, before they are needed; "lazy"
     compiles each at its first launch. Both keep them in Triton's cache on disk.
@@ -102,7 +107,7 @@ def patch(
             kind = which_cache(cache, chosen, graph)
             arguments: dict[str, object] = {"backend": backend, "cache": kind, **flags}
             arguments |= {"window": window, "sinks": Settings.sinks if sinks is None and chosen.streaming else sinks}
-            arguments |= {"kv_sharding": kv_sharding, "peer_memory": peer_memory}
+            arguments |= {"kv_sharding": kv_sharding, "peer_memory": peer_memory, "prefill_chunk": prefill_chunk}
             arguments["compile"] = _which_compile(compile)
             if (found := patch_of(model)) is not None and found.is_of(model, arguments):
                 return found
@@ -112,8 +117,11 @@ def patch(
             kinds = which_kinds(model, chosen, kind, streaming)
             if peer_memory:
                 check_peer_memory(model, graph and fuse)
+            check_chunks(model, prefill_chunk, kind)
         made = Patch(model, backend, kinds, graph, fuse, streaming, shares, peer_memory, keep_graphs)
         made.arguments = arguments
+        if prefill_chunk is not None:
+            made.read_in_chunks()
         made.ahead = ahead.begin(model, compile == "lazy")
         return made
 

@@ -178,6 +178,12 @@ class Patch:
         ours = "kernels that also add and normalise"
         self.changes.append(Change("sums and columns of all ranks, in decode graphs", len(found), "collectives", ours))
 
+    def read_in_chunks(self) -> None:
+        """Let calls read prompts in chunks that do not fit as a whole."""
+        assert self._generation is not None  # `check_chunks`
+        self._generation.auto_chunks = True
+        self.changes.append(Change("prompts that do not fit", 1, "read whole", "read in chunks"))
+
     def is_of(self, model: hf.PreTrainedModel, arguments: Mapping[str, object]) -> bool:
         """Whether it is in place, with these arguments of patch(). Raises ValueError if it has others."""
         with self._graphs.lock:  # another thread may be undoing it

@@ -115,6 +115,20 @@ def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:
         raise ValueError("peer_memory=True needs graph=True and fuse=True: its kernels run in decode graphs.")
 
 
+def check_chunks(model: hf.PreTrainedModel, asked: str | None, cache: str | None) -> None:
+    """Raise ValueError for another prefill_chunk= than None if it is unknown, or the memory of a prompt cannot be counted."""
+    if asked is None:
+        return
+    number = "pass a number of tokens to generate(), as prefill_chunk_size"
+    if asked != "auto":
+        raise ValueError(f'prefill_chunk must be "auto" or None; got {asked!r}. For other chunks {number}.')
+    if cache is None:
+        raise ValueError(f'prefill_chunk="auto" counts the bytes of caches of the package, and this is cache=None. Or {number}.')
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if hf.tensor_parallel_mesh(model) is not None or len(devices) > 1:
+        raise ValueError(f'prefill_chunk="auto" is for a model on one device. Leave it out, and {number}.')
+
+
 def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:
     """The reason why the backend cannot serve one of the model's layers, or None."""
     for shape in dict.fromkeys(hf.layer_shapes(model.config)):

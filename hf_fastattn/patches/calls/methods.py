@@ -24,6 +24,7 @@ from ...context_parallel import Shares
 from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
+from . import chunks
 from .after import capture_wanted
 from .batches import Batches, JobLock, NoManager
 from .caches import CallCaches, covered
@@ -63,6 +64,7 @@ class Generation:
         self.lock = threading.Lock()
         self.job_lock = JobLock()
         self.heads: hf.WholeHeads | None = None
+        self.auto_chunks = False  # whether prompts that do not fit are read in chunks
         self.calls = 0  # in progress, in any thread
         self._thread = CallsOfThread()
 
@@ -134,7 +136,7 @@ class Generation:
         twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, caches.shares, self.fuse)
         memo[id(self)] = twin
         twin.had = dict(self.had)
-        twin.graphs.keep = self.graphs.keep
+        twin.graphs.keep, twin.auto_chunks = self.graphs.keep, self.auto_chunks
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,11 +189,9 @@ class Generation:
         if caches.takes(given):
             seen = given.get_seq_length()
             given.check_call(model_kwargs.get("attention_mask"), seen + max_cache_length, assisted)
-            if seen and hf.CHUNKS_FROM_START and generation_config.prefill_chunk_size is not None:
-                raise ValueError(
-                    f"Transformers before 5.21 reads all tokens again in chunks, and {hf.CACHE} holds {seen} of them. "
-                    "Leave out prefill_chunk_size, or upgrade Transformers."
-                )
+            chunks.check(generation_config, seen)
+            if self.auto_chunks and not assisted and (calls := self._thread.calls):
+                chunks.choose(model, generation_config, model_kwargs, caches, calls[-1], batch_size, rows, max_cache_length)
             if assisted:
                 self._continue(seen, generation_config, model_kwargs)
             if self.graph:
