@@ -246,7 +246,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "families, modes, evaluation, prompts, first_tokens, rollout, quantised, ranks, commits, kernels, stream, paper_e2e",
+            "families, modes, evaluation, prompts, first_tokens, chunks, rollout, quantised, ranks, commits, kernels, stream",
         ),
         (["bench", "speed"], "got speed."),
         (["generate", "FOLDER", "--window", "40"], "--window and --sinks are for streaming backends, and 'lean' is not one"),

@@ -11,7 +11,7 @@ import hf_fastattn_autoload
 from ..evaluation.harness import require
 
 BENCHES = (
-    *("generate", "families", "modes", "evaluation", "prompts", "first_tokens", "rollout", "quantised", "ranks"),
+    *("generate", "families", "modes", "evaluation", "prompts", "first_tokens", "chunks", "rollout", "quantised", "ranks"),
     *("commits", "kernels", "stream", "paper_e2e", "paper_ranks", "context", "report"),
 )
 PACKAGE = Path(__file__).parent.parent

@@ -28,7 +28,7 @@ def needs_only_tokens(model: PreTrainedModel, config: GenerationConfig, mode: ob
     return own and getattr(mode, "value", mode) == "sample" and not (config.return_dict_in_generate and config.output_scores)
 
 
-class Sampling(LogitsProcessorList):  # type: ignore[misc]  # untyped in Transformers
+class Sampling(LogitsProcessorList):
     """Logits processors whose last ones, softmax and torch.multinomial run in one launch. It draws the same tokens.
 
     What it returns is for softmax over the last dimension and then for torch.multinomial of one token alone.
@@ -38,7 +38,7 @@ class Sampling(LogitsProcessorList):  # type: ignore[misc]  # untyped in Transfo
         super().__init__(processors)
         self.sampler = sample.Sampler()
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         first, settings = split(self)
         scores = LogitsProcessorList(self[:first])(input_ids, scores, **kwargs)
         last = LogitsProcessorList(self[first:])
