@@ -19,7 +19,7 @@ from ..streaming import Settings, examine, forget
 from .calls.copies import copied, not_pickled
 from .calls.methods import METHODS, Generation
 from .configs import OwnConfigs
-from .fused import experts, linears, residual, subclass, sums
+from .fused import alibi, experts, linears, residual, subclass, sums
 from .fused import norms as fusion
 from .graphs import graphs
 from .graphs.state import MARK
@@ -113,6 +113,7 @@ class Patch:
         if self._generation is not None and self._generation.heads:
             heads = len(self._generation.heads)
             self.changes.append(Change("projections of keys and values", heads, "part of a head", "the rank's KV heads"))
+        alibi.replace(model, self.backend)
         if fuse:
             self._fuse(model)
             self._use_experts(model)

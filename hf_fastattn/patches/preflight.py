@@ -79,9 +79,12 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
 def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     """Raise ValueError for a model that cannot run the backend, or that generates through another model."""
     name = type(model).__name__
-    if reason := hf.why_not_model(type(model.config)):
+    biased = hf.alibi(model) is not None
+    if biased and backend.streaming:
+        raise ValueError(f"{name} has ALiBi, which {backend.name!r} does not support. Use another backend, such as 'lean'.")
+    if (reason := hf.why_not_model(type(model.config))) and not biased:
         raise ValueError(f"{name} cannot be patched: {reason.partition('; load this model')[0]}. Leave it unpatched.")
-    if not model._can_set_attn_implementation():
+    if not (biased or model._can_set_attn_implementation()):
         raise ValueError(
             f"{name} cannot be patched: it computes attention in its own code and does not let its attn_implementation be set."
         )
