@@ -29,9 +29,9 @@ from transformers.masking_utils import causal_mask_function as causal_mask_funct
 if TYPE_CHECKING:  # the import takes time
     from transformers import Pipeline as Pipeline
 
-from .alibi import *
 from .attention import *
 from .batches import *
+from .biases import *
 from .caches import *
 from .experts import *
 from .generation import *

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastattn_autoload
 
-from .alibi import alibi
+from .biases import alibi
 from .caches import CACHES
 from .source import modeling_source
 

@@ -20,6 +20,7 @@ from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
 from ..caches.storage import PreallocatedStorage
 from ..kernels.ahead.describe import Kernel, describing
+from ..kernels.biased import BIASED, biased
 from ..kernels.decode.sample import Sampler, Settings
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
@@ -210,7 +211,10 @@ class _Template(NamedTuple):
             spans = spans.new_empty(rows if words else 1, 1, 1, WORDS + words).expand(rows, -1, -1, -1)
         if packed:
             spans, spec = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32), spec._replace(causal=False)
-        registry.get(self.backend).attend(q, KV(k, v), spec, spans, **self.options)
+        kv = KV(k, v)
+        if self.kv.form is BIASED:
+            kv = biased(kv, _like(self.kv.scales, {0: rows, 2: kv_len}))  # type: ignore[arg-type]
+        registry.get(self.backend).attend(q, kv, spec, spans, **self.options)
 
 
 def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
