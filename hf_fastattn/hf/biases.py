@@ -76,7 +76,7 @@ def _mpt(attend: Attend, dense: Dense, forward: Forward) -> Forward:
         bias, keys = position_bias[:, 0], key.shape[2]
         if keys > bias.shape[1]:  # slots past the longest text, which hold no token
             bias = torch.nn.functional.pad(bias, (0, keys - bias.shape[1]))
-        bias = bias[:, bias.shape[1] - keys :].expand(batch, -1, -1).contiguous()
+        bias = bias[None, :, bias.shape[1] - keys :].contiguous()
         out, _ = attend(self, query, key, value, mask, scaling=self.softmax_scale, key_bias=bias)
         return self.out_proj(out.flatten(2)), None
 

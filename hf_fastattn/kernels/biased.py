@@ -23,16 +23,16 @@ __all__ = ["biased"]
 def biased(kv: KV, bias: torch.Tensor) -> KV:
     """Plain K and V with a bias.
 
-    bias: (batch, num_heads, kv_len), contiguous, in fp16, bf16 or fp32, on the same device. As many KV heads as query heads.
-    Raises ValueError or TypeError, here or where attention is called.
+    bias: (batch, num_heads, kv_len), or (1, num_heads, kv_len) for all rows, contiguous, in fp16, bf16 or fp32, on the same
+    device. As many KV heads as query heads. Raises ValueError or TypeError, here or where attention is called.
     """
     if not is_plain(kv.form):
         raise ValueError(f"A bias of keys (ALiBi) needs plain K and V; got the form {kv.form.name!r}. Use another cache.")
-    return KV(kv.k, kv.v, BIASED, scales=bias)
+    return KV(kv.k, kv.v, OF_ALL_ROWS if bias.shape[0] == 1 else BIASED, scales=bias)
 
 
 def _check(q: torch.Tensor, kv: KV) -> None:
-    bias, wanted = kv.scales, (q.shape[0], q.shape[1], kv.k.shape[2])
+    bias, wanted = kv.scales, (q.shape[0] if kv.form is BIASED else 1, q.shape[1], kv.k.shape[2])
     if q.shape[1] != kv.k.shape[1]:
         raise ValueError(f"A bias of keys needs one KV head for each query head; got {kv.k.shape[1]} and {q.shape[1]}.")
     if bias is None or tuple(bias.shape) != wanted or not bias.is_contiguous():
@@ -52,10 +52,10 @@ def _refuse(kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _bias(kv: KV) -> torch.Tensor | None:
-    return kv.scales
+    return None if kv.scales is None else kv.scales.expand(kv.k.shape[0], -1, -1)
 
 
-weights = None
+weights = weights_of_all_rows = None
 if HAS_TRITON:
     import triton
     import triton.language as tl
@@ -68,8 +68,13 @@ if HAS_TRITON:
         row, head, heads, kv_len = indices
         ptrs = extra[0] + (row * heads + head) * kv_len + slots
         shift = tl.load(ptrs, mask=(slots >= 0) & (slots < kv_len), other=0.0).to(tl.float32) * LOG2_E
-        one = shift * 0.0 + 1.0
+        one = tl.full(slots.shape, 1.0, tl.float32)
         return one, shift, one
+
+    @triton.jit
+    def weights_of_all_rows(strides, slots, indices, extra):
+        return weights(strides, slots, (indices[0] * 0, indices[1], indices[2], indices[3]), extra)
 
 
 BIASED = Form("bias", unpack=_refuse, check=_check, weights=weights, bias=_bias)
+OF_ALL_ROWS = BIASED._replace(name="bias of all rows", weights=weights_of_all_rows)

@@ -212,8 +212,9 @@ class _Template(NamedTuple):
         if packed:
             spans, spec = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32), spec._replace(causal=False)
         kv = KV(k, v)
-        if self.kv.form is BIASED:
-            kv = biased(kv, _like(self.kv.scales, {0: rows, 2: kv_len}))  # type: ignore[arg-type]
+        if self.kv.form.bias is not None:
+            bias: Any = self.kv.scales
+            kv = biased(kv, _like(bias, {0: rows if self.kv.form is BIASED else 1, 2: kv_len}))
         registry.get(self.backend).attend(q, kv, spec, spans, **self.options)
 
 

@@ -57,7 +57,7 @@ class Sampler:
         A row without a finite maximum, or with NaN, fails as in torch.multinomial.
         """
         rows, vocab = scores.shape
-        noise = torch.empty(rows, vocab, device=scores.device).exponential_()
+        noise = torch.empty(rows, vocab, dtype=torch.float32, device=scores.device).exponential_()
         tokens = torch.empty(rows, 1, dtype=torch.int64, device=scores.device)
         if rows > self.rows or vocab != self.vocab or self.tensors[0].device != scores.device:
             self._make_room(rows, vocab, scores.device)
@@ -69,9 +69,9 @@ class Sampler:
         parts = _parts(vocab)[1]
         with torch.inference_mode(False):
             self.tensors = (
-                torch.empty(rows, parts, SLOTS, device=device),
+                torch.empty(rows, parts, SLOTS, dtype=torch.float32, device=device),
                 torch.empty(rows, parts, SLOTS, dtype=torch.int32, device=device),
-                torch.empty(rows, parts, 2, device=device),
+                torch.empty(rows, parts, 2, dtype=torch.float32, device=device),
                 torch.empty(rows, parts, 2, dtype=torch.int32, device=device),
                 torch.zeros(rows, dtype=torch.int32, device=device),
             )
@@ -102,7 +102,7 @@ def _prepare(tensors: tuple[torch.Tensor, ...], settings: Settings) -> launch.La
         vocab=vocab,
         parts=parts,
         # torch multiplies by the reciprocal, which it rounds to fp32.
-        inverse=float(torch.tensor(1.0) / torch.tensor(settings.temperature)),
+        inverse=torch.tensor(settings.temperature, dtype=torch.float32, device="cpu").reciprocal().item(),
         top_k=settings.top_k,
         removed=1 - settings.top_p,
         min_p=settings.min_p,
