@@ -128,3 +128,19 @@ def test_its_own_code_runs_for_weights_and_others_are_refused():
         assert all(map(torch.equal, got, want))
         with pytest.raises(ValueError, match=r"no bias of keys in torch.compile and generate_batch\(\)"):
             model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mask_of_the_user_and_one_without_a_cache(name):
+    """4-D, added to the scores: each token sees all but the second one."""
+    model, mask = tiny(name, **MODELS[name]), torch.zeros(2, 1, 30, 30)
+    mask[..., 1] = torch.finfo(torch.float32).min
+    calls = [
+        {"attention_mask": mask} if name == "mpt" else {"attention_mask": PADDED},  # Bloom takes none with 4 dimensions
+        {"use_cache": False},
+    ]
+    want = [model(IDS, **each).logits for each in calls]
+    with hf_fastattn.patch(model):
+        for each, expected in zip(calls, want, strict=True):
+            torch.testing.assert_close(model(IDS, **each).logits[:, 7:], expected[:, 7:], rtol=1e-4, atol=1e-4)

@@ -41,7 +41,7 @@ def attend(
         "sequences or chunked attention); it runs torch's masked attention, exact but slower."
     )
     if key_bias is not None:
-        mask = additive(mask, q.dtype) + key_bias[:, :, None, :]
+        mask = additive(mask[..., : k.shape[2]], q.dtype) + key_bias[:, :, None, :]
     out = reference.dense_attention(q, k, v, mask, scale=spec.scale, softcap=spec.softcap, sink_logits=sink_logits)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 

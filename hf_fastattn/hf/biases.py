@@ -34,6 +34,11 @@ def _runs_own(module: torch.nn.Module, hidden: torch.Tensor, given: dict[str, An
     return trains or module.training or bool(given.get("output_attentions"))
 
 
+def _is_users(mask: Any) -> bool:
+    """Whether a mask is the tensor that the user passed, not one of the backend's mask function."""
+    return isinstance(mask, torch.Tensor) and not hasattr(mask, "made_for")
+
+
 def _length(cache: Any, layer: int, q_len: int) -> int:
     """The number of keys of a layer after an update of its cache."""
     return q_len if cache is None else int(cache.get_seq_length(layer)) + q_len
@@ -46,10 +51,11 @@ def _bloom(attend: Attend, dense: Dense, forward: Forward) -> Forward:
         cache, (batch, q_len, _) = given.get("layer_past"), hidden_states.shape
         exact = self.pretraining_tp > 1 and self.slow_but_exact  # a product in parts
         if exact or _runs_own(self, hidden_states, given):
-            seen = dense(attention_mask, q_len, _length(cache, self.layer_idx, q_len)).to(hidden_states.device)
-            least = torch.finfo(hidden_states.dtype).min
-            mask = torch.zeros((), dtype=hidden_states.dtype, device=seen.device).masked_fill(~seen, least)
-            return forward(self, hidden_states, residual, alibi, mask, **given)
+            if not _is_users(attention_mask):
+                seen = dense(attention_mask, q_len, _length(cache, self.layer_idx, q_len)).to(hidden_states.device)
+                least = torch.finfo(hidden_states.dtype).min
+                attention_mask = torch.zeros((), dtype=hidden_states.dtype, device=seen.device).masked_fill(~seen, least)
+            return forward(self, hidden_states, residual, alibi, attention_mask, **given)
         query, key, value = self._reshape(self.query_key_value(hidden_states))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -65,8 +71,11 @@ def _mpt(attend: Attend, dense: Dense, forward: Forward) -> Forward:
         mask, (batch, q_len, _) = given.pop("attention_mask", None), hidden_states.shape
         cache = given.get("cache", given.get("past_key_values"))
         if _runs_own(self, hidden_states, given):
-            hidden = ~dense(mask, q_len, _length(cache, self.layer_idx, q_len)).to(hidden_states.device)
-            return forward(self, hidden_states, position_bias, attention_mask=hidden, **given)
+            if not _is_users(mask):
+                mask = ~dense(mask, q_len, _length(cache, self.layer_idx, q_len)).to(hidden_states.device)
+            return forward(self, hidden_states, position_bias, attention_mask=mask, **given)
+        if _is_users(mask):  # the model has made it True where it is masked
+            mask = ~mask
         qkv = self.Wqkv(hidden_states)
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)

@@ -12,7 +12,7 @@ from transformers.generation import logits_process
 
 from ..kernels.decode import sample
 
-__all__ = ["Sampling", "needs_only_tokens"]
+__all__ = ["Sampling", "drawing", "needs_only_tokens"]
 
 _ORDER = (  # of Transformers, with the names of their parameters and of those in sample.Settings
     (logits_process.TemperatureLogitsWarper, "temperature"),
@@ -26,6 +26,11 @@ def needs_only_tokens(model: PreTrainedModel, config: GenerationConfig, mode: ob
     """Whether a generate() is Transformers' own sampling, and returns no scores."""
     own = getattr(type(model), "_sample", None) is GenerationMixin._sample
     return own and getattr(mode, "value", mode) == "sample" and not (config.return_dict_in_generate and config.output_scores)
+
+
+def drawing(processors: LogitsProcessorList) -> LogitsProcessorList:
+    """Processors that also draw the tokens; the same ones if their class has other code."""
+    return Sampling(processors) if type(processors) is LogitsProcessorList else processors
 
 
 class Sampling(LogitsProcessorList):

@@ -80,4 +80,4 @@ class Processors(_Override):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         processors, calls = self.own()(*args, **kwargs), self.__self__._thread.calls
-        return hf.Sampling(processors) if calls and calls[-1].samples else processors
+        return hf.drawing(processors) if calls and calls[-1].samples else processors

@@ -33,6 +33,4 @@ def _changed(found: hf.Alibi, backend: str, forward: subclass.Forward) -> subcla
 def _dense(mask: object, q_len: int, kv_len: int) -> torch.Tensor:
     if isinstance(mask, masks.Mask):
         return masks.dense(mask)
-    if isinstance(mask, torch.Tensor):  # a user's own
-        return mask if mask.dtype == torch.bool else mask == 0
     return reference.visible(q_len, kv_len, torch.device("cpu"), None, True, None)[:, None]
