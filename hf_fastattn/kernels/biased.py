@@ -12,6 +12,8 @@ Source: Press, Smith, Lewis, "Train Short, Test Long: Attention with Linear Bias
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .host.gpu import HAS_TRITON
@@ -55,7 +57,8 @@ def _bias(kv: KV) -> torch.Tensor | None:
     return None if kv.scales is None else kv.scales.expand(kv.k.shape[0], -1, -1)
 
 
-weights = weights_of_all_rows = None
+weights: Any = None
+weights_of_all_rows: Any = None
 if HAS_TRITON:
     import triton
     import triton.language as tl
