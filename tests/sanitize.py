@@ -17,7 +17,7 @@ from cases import Case, cover, make
 from test_kernels import LEAN, REFERENCE, RUNNABLE, never, run
 
 from hf_fastattn.kernels.attention import prefill_hopper, schedule
-from hf_fastattn.kernels.decode import append, linear, ring, rms_norm, rope
+from hf_fastattn.kernels.decode import append, linear, ring, rms_norm, rope, sample
 from hf_fastattn.kernels.spec import KV, call
 
 CASES = [
@@ -80,6 +80,8 @@ def small() -> None:
     for size in (100, 5000):
         x, weight, bias = new(1, size), new(33, size), new(33)
         assert linear.linear(x, weight, bias) is not None and linear.gated_linear(x, weight, weight) is not None
+    for settings in (sample.Settings(top_k=50, top_p=0.9), sample.Settings(2.0, top_p=0.5, min_p=0.01)):
+        sample.Sampler()(new(3, 9001).float(), settings)
     rope.rope(new(2, 8, 3, 80), new(2, 2, 3, 80), new(2, 3, 80), new(2, 3, 80))
     torch.cuda.synchronize()
     print("ran the small kernels", flush=True)

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import (
     batch,
+    chunks,
     commits,
     context,
     evaluation,
@@ -504,6 +505,15 @@ def test_first_tokens(tmp_path, monkeypatch):
     chats, again = json.loads((tmp_path / "first_tokens_tiny.json").read_text())["rows"]
     assert len(chats["patched"]["before"]) == 2 * len(chats["lengths"]) and not chats["reasons"]
     assert sum(chats["patched"]["before"]) + sum(chats["patched"]["after"]) == chats["captures"] and again["captures"]
+
+
+@pytest.mark.slow
+def test_prompts_in_chunks(tmp_path):
+    options = ["--shape", "tiny", "--lengths", "300", "--chunks", "whole,100,auto,4096", "--repeats", "1", "--reserve", "0"]
+    assert chunks.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    whole, parts, auto = json.loads((tmp_path / "chunks_tiny.json").read_text())["rows"]
+    assert whole["chunk"] is auto["chunk"] is None and (parts["chunk"], parts["pairs"]) == (100, 30_000)
+    assert whole["estimate_bytes"] == 3 * parts["estimate_bytes"] and min(each["first_token_s"] for each in (whole, parts)) > 0
 
 
 @pytest.mark.slow

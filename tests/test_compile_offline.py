@@ -50,6 +50,7 @@ from hf_fastattn.kernels.decode import (  # noqa: E402
     rope,
     rotate,
     route,
+    sample,
     selective,
     shares,
 )
@@ -641,6 +642,7 @@ SMALL = {
     "rms_norm, LayerNorm": (rms_norm, lambda: _norm(True, centred=True, late=True)),
     "merge_shares": (shares, lambda: shares.merge_shares(torch.zeros(2, 1, 8, 1, 66, dtype=torch.bfloat16), 64)),
     "merge_shares, sinks": (shares, lambda: shares.merge_shares(torch.zeros(2, 1, 8, 1, 66).half(), 64, torch.zeros(8))),
+    "sample": (sample, lambda: sample.Sampler()(torch.zeros(2, 128_256), sample.Settings(0.5, 50, 0.9))),
     "route": (route, lambda: route.route(torch.zeros(2, 60), 3, "softmax")),
 }
 
@@ -686,7 +688,7 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
         check_exchange(kernel.asm["ptx"], module is merge_ranks)
     # Products are rounded before they are added to.
     rounds = module in (residual_sums, rope, rms_norm, conv_update, selective, gated_norm)
-    assert kernel.metadata.enable_fp_fusion != (rounds or module is append)
+    assert kernel.metadata.enable_fp_fusion != (rounds or module in (append, sample))
     if rounds and "ranks" not in name:
         check_stores_last(kernel.asm["ttgir"])
 

@@ -141,7 +141,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "torch.export": lambda: _export(),
     "training under": lambda: _train_streaming(),
     "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
-    "Bloom": lambda: hf_fastattn.patch(tiny("bloom", n_head=4)),
+    "Falcon": lambda: hf_fastattn.patch(tiny("falcon")),
     "T5": lambda: _generate(tiny("t5", "lean", auto=AutoModelForSeq2SeqLM, **T5)),
     "packed": lambda: _packed(2, [0, 4, 8]),
     "cumulative lengths": lambda: _packed(1, [0, 4, 9]),

@@ -28,6 +28,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    key_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function for Transformers: query (batch, num_heads, q_len, head_dim) -> ((batch, q_len, num_heads,
@@ -35,7 +36,8 @@ def attention_forward(
 
     `attention_mask` is the result of the mask function, or a user's 4-D mask. Under autocast q, k and v are cast as in torch's
     sdpa. With gradients the ops of `training` run, or the model's own attention if the backend does not support their gradients
-    or dropout. Raises ValueError, TypeError or RuntimeError, with the reason, for arguments that would be ignored.
+    or dropout. key_bias: (batch, num_heads, kv_len), added to the scores, without gradients (`kernels.biased`). Raises
+    ValueError, TypeError or RuntimeError, with the reason, for arguments that would be ignored.
     """
     compiling, backend = torch.compiler.is_compiling(), get(name)
     refuse.tracing(name, attention_mask)
@@ -51,6 +53,8 @@ def attention_forward(
     if (rows := steps.ragged()) is not None:
         rows.check(mask)
         refuse.other_than_pages(key, value)
+    if key_bias is not None:
+        refuse.bias(name, backend.streaming, compiling or rows is not None)
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)
     window, sinks, inv_freq, interleaved = None, 0, None, False
@@ -84,7 +88,7 @@ def attention_forward(
     spec = Spec(scaling, causal, window, softcap, sinks, interleaved, dropout if dropped else 0.0)
     of_graph = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, s_aux, mask))
     if dropped or of_graph:
-        refuse.other_forms(name, steps.kv_of(key, value))
+        refuse.other_forms(name, steps.kv_of(key, value), key_bias is not None)
         lacks = training.why_not(backend, query, value, in_spans, dropped)
         if lacks is not None:
             return runners.stock(backend, lacks, module, query, key, value, mask, spec, s_aux, dropout, kwargs)
@@ -110,7 +114,7 @@ def attention_forward(
         if compiling:
             out = torch.ops.hf_fastattn.attention(name, query, key, value, mask, s_aux, inv_freq, *spec)
         else:
-            out = runners.attend(backend, query, key, value, spec, mask, s_aux, inv_freq)
+            out = runners.attend(backend, query, key, value, spec, mask, s_aux, inv_freq, key_bias)
     return out.transpose(1, 2), None
 
 

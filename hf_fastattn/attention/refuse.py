@@ -86,13 +86,29 @@ def unknown_arguments(name: str, module: torch.nn.Module, kwargs: dict[str, Any]
             )
 
 
-def other_forms(name: str, kv: KV) -> None:
-    """Raise RuntimeError for gradients or dropout if a cache stores K and V in another form than plain tensors."""
+def other_forms(name: str, kv: KV, biased: bool) -> None:
+    """Raise RuntimeError for gradients or dropout if K and V are not plain tensors, or have a bias."""
+    if biased:
+        raise RuntimeError(
+            f"attn_implementation={name!r} has no gradients and no dropout with a bias of keys (ALiBi). Run under "
+            "torch.no_grad() and call model.eval()."
+        )
     if not is_plain(kv.form):
         raise RuntimeError(
             f"attn_implementation={name!r} supports gradients and dropout only with plain K and V, and this cache has the form "
             f"{kv.form.name!r}. Run under torch.no_grad() and call model.eval(), or pass use_cache=False."
         )
+
+
+def bias(name: str, streaming: bool, elsewhere: bool) -> None:
+    """Raise ValueError for a bias of keys that is not supported. elsewhere: in a compiled graph or in generate_batch()."""
+    if streaming or elsewhere:
+        why = (
+            "drops tokens whose biases it would need"
+            if streaming
+            else "has no bias of keys in torch.compile and generate_batch()"
+        )
+        raise ValueError(f'attn_implementation={name!r} {why} (ALiBi). Use generate() with "lean", without torch.compile.')
 
 
 def _carries_tensor(value: object) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from .. import context_parallel, hf
 from ..kernels import eight_bits, reference
+from ..kernels.biased import biased
 from ..kernels.spec import Spec
 from . import masks
 from . import step as steps
@@ -23,6 +24,7 @@ def attend(
     mask: torch.Tensor | None,
     sink_logits: torch.Tensor | None,
     inv_freq: torch.Tensor | None,
+    key_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run the backend's kernel if the mask is spans or None; for any other mask torch's sdpa, or plain torch."""
     kv = steps.kv_of(k, v)
@@ -30,6 +32,7 @@ def attend(
         rows = steps.ragged()
         if rows is not None and rows.shared is not None:
             return rows.attend(backend.attend, q, kv, spec, mask, sink_logits=sink_logits)
+        kv = kv if key_bias is None else biased(kv, key_bias)
         run = context_parallel.over_shares(backend.attend) if isinstance(k, context_parallel.Share) else backend.attend
         return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
     k, v = eight_bits.widened(kv, q.dtype).plain()
@@ -40,6 +43,8 @@ def attend(
         f"attn_implementation={backend.name!r} was given a mask that falls back to the dense path (a custom 4-D mask, packed "
         "sequences or chunked attention); it runs torch's masked attention, exact but slower."
     )
+    if key_bias is not None:
+        mask = additive(mask[..., : k.shape[2]], q.dtype) + key_bias[:, :, None, :]
     out = reference.dense_attention(q, k, v, mask, scale=spec.scale, softcap=spec.softcap, sink_logits=sink_logits)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -99,8 +104,15 @@ def stock(
         mask = masks.dense(mask)
     if mask is None and spec.causal and (eager or q_len != kv_len):
         mask = reference.visible(q_len, kv_len, q.device, None, True, None)[:, None]
-    if eager and mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
+    if eager and mask is not None:
+        mask = additive(mask, q.dtype)
     own: dict[str, Any] = {"softcap": spec.softcap, "s_aux": sink_logits} if eager else {"is_causal": spec.causal}
     further = {key: value for key, value in {**kwargs, **own}.items() if value is not None}
     return attend(module, q, k, v, mask, dropout=dropout, scaling=spec.scale, **further)[0], None
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask that is added to scores, from one of bool or from another such mask."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)

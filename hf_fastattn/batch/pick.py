@@ -24,6 +24,7 @@ class Picker:
         self.by_prompt: dict[int, list[Any]] = {}
         self.samples = bool(config.do_sample)
         self.reads_ids = any(map(hf.reads_ids, self.processors(1)))
+        self.sampling = hf.Sampling(self.processors(1)) if self.samples and not (self.reads_ids or logprobs) else None
         self.texts: torch.Tensor | None = None
 
     def processors(self, prompt: int) -> list[Any]:
@@ -59,6 +60,8 @@ class Picker:
         """(the next tokens, their log-probabilities or None) of logits (rows, vocabulary). decoded: whether the rows are the
         first ones of the texts; otherwise the host has read all of their ids."""
         scores = logits.float()
+        if self.sampling is not None:
+            return torch.multinomial(torch.nn.functional.softmax(self.sampling(None, scores), dim=-1), num_samples=1)[:, 0], None
         if not self.reads_ids:
             for processor in self.processors(1):
                 scores = processor(None, scores)

@@ -17,6 +17,7 @@ from ..kernels import TritonKernel, mixture
 from ..kernels.host.gpu import OLDEST
 from ..kernels.spec import KV, Spec
 from ..model_shapes import SHAPES
+from ..patches.calls import chunks
 from ..patches.fused import experts
 from ..patches.graphs import graphs as graph
 from ..report.machine import find_device
@@ -46,6 +47,8 @@ class Explanation:
     refused: list[dict[str, str]]  # what, why
     step: Step
     prompt: Step  # the first forward, up to the first new token
+    activation_bytes: int  # of the whole prompt, about
+    chunk: int | None  # tokens of a row that patch(prefill_chunk="auto") reads at once; None: all of them
     roofline: Roofline
     longest: int | None  # most tokens per row that fit into memory; None: no limit
     memory: list[dict[str, Any]]  # length, kv_bytes, bytes, fits
@@ -137,6 +140,7 @@ def explain(
     if figures.rate is None:
         name, other = str(facts.dtype).removeprefix("torch."), "float16" if figures.arch < OLDEST else "bfloat16"
         notes.append(f"No rate of {name} is published for this GPU: times are those of bytes. dtype={other!r} has one.")
+    each, room = chunks.bytes_per_token(model), figures.memory - facts.weight_bytes - batch * facts.kv_bytes(length)
     return Explanation(
         facts=facts,
         gpu=figures,
@@ -149,6 +153,8 @@ def explain(
         refused=refused,
         step=costs.step(facts, figures, batch, length),
         prompt=costs.prompt(facts, figures, batch, length),
+        activation_bytes=batch * length * each,
+        chunk=None if ranks > 1 or batch * length <= chunks.SHORT else chunks.largest(batch, length, each, room),
         roofline=costs.roofline(facts, figures, length),
         longest=costs.longest(facts, figures, batch),
         memory=memory,
@@ -209,7 +215,7 @@ def _what_runs(
         refused.append({"what": what, "why": why})
 
     shape = asdict(facts.widest)
-    own_code, too_old = hf.why_not_model(type(model.config)), None
+    own_code, too_old = None if hf.alibi(model) else hf.why_not_model(type(model.config)), None
     if device.type == "cuda" and figures.arch < OLDEST:
         has = f"{figures.name} has {figures.arch / 10}"
         too_old = f'It needs a GPU of compute capability {OLDEST / 10} (Ampere) or higher, and {has}. Use "sdpa" there.'
@@ -354,6 +360,7 @@ def _roofline(found: Explanation) -> Iterator[str]:
     rows = [
         ["computes", size(prompt.flops, "FLOP"), f"{prompt.flops_per_byte:,.0f} FLOP for each byte it reads or writes"],
         ["first token", size(prompt.floor_ms / 1e3, "s"), f"at least, set by {prompt.bound_by}"],
+        ["activations", size(found.activation_bytes), f"about; {_read(found.chunk)}"],
     ]
     yield table([f"a prompt of {found.length:,} tokens a row", "", ""], rows)
     if roofline.gpu_flops_per_byte is None:
@@ -368,6 +375,10 @@ def _roofline(found: Explanation) -> Iterator[str]:
         ["decode step", least(roofline.step_batch), f"of {found.length:,} tokens a row"],
     ]
     yield table([f"{roofline.gpu_flops_per_byte:.3g} FLOP per byte of {found.gpu.name}", "set by compute", ""], rows)
+
+
+def _read(chunk: int | None) -> str:
+    return "read whole" if chunk is None else f'read in chunks of {chunk} tokens a row by patch(prefill_chunk="auto")'
 
 
 def _table(rows: list[dict[str, str]]) -> str:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # the import takes time
 
 from .attention import *
 from .batches import *
+from .biases import *
 from .caches import *
 from .experts import *
 from .generation import *
@@ -45,6 +46,7 @@ from .packages import *
 from .parallel import *
 from .quantised import *
 from .rotations import *
+from .sampling import *
 from .text import *
 
 if not TYPE_CHECKING:  # type checkers read the imports

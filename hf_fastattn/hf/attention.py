@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastattn_autoload
 
+from .biases import alibi
 from .caches import CACHES
 from .source import modeling_source
 
@@ -102,6 +103,9 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
     Transformers 5.17 does not change those.
     """
+    if alibi(model) is not None:  # it refuses others than eager, and shares one configuration
+        model.config._attn_implementation = name
+        return
     model.set_attn_implementation(name)
     for part in unset_parts(model):
         part.set_attn_implementation(name)

@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from .generation import PROCESSORS_OF_CALL
 from .longrope import KIND, rope_types
 
 __all__ = [
@@ -67,13 +68,9 @@ def page_size_of(config: ContinuousBatchingConfig) -> int:
 
 def processors_of(model: PreTrainedModel, config: GenerationConfig, prompt: int, more: Sequence[Any] | None) -> list[Any]:
     """The logits processors for a prompt of so many tokens, with those of the caller."""
-    generates: Any = model
     added = logits_process.LogitsProcessorList(more or [])
-    return list(
-        generates._get_logits_processor(
-            config, input_ids_seq_length=prompt, logits_processor=added, device=str(model.device), model_kwargs={}
-        )
-    )
+    found = getattr(model, PROCESSORS_OF_CALL)
+    return list(found(config, input_ids_seq_length=prompt, logits_processor=added, device=str(model.device), model_kwargs={}))
 
 
 def reads_ids(processor: object) -> bool:

@@ -25,6 +25,7 @@ from .version import number_of
 GENERATE = "generate"
 PREPARE_CACHE = "_prepare_cache_for_generation"  # adds a cache to the arguments of a call
 PREPARE_INPUTS = "prepare_inputs_for_generation"  # returns the arguments of one step
+PROCESSORS_OF_CALL = "_get_logits_processor"  # returns those of a call
 CALL = "_call_impl"  # what model(...) calls: the hooks and forward()
 BATCHES = "init_continuous_batching"  # returns a manager, which its own generate_batch() uses
 BATCH = "generate_batch"

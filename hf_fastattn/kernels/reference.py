@@ -99,7 +99,8 @@ def attention(
     al., "Efficient Streaming Language Models with Attention Sinks" (2024), section 3.2.
     """
     scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, seed, rows=True, dropout=True)
-    k, v = (_wide(x) for x in kv.plain())
+    bias = None if kv.form.bias is None else kv.form.bias(kv)
+    k, v = (_wide(x) for x in (kv.plain() if bias is None else (kv.k, kv.v)))
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     out, lse = checks.empty_outputs(q, value_dim, return_lse)
@@ -121,7 +122,7 @@ def attention(
         _attend(
             _part(into[0], of_q), _part(into[1], of_q), _part(q, of_q), _part(k, of_kv), _part(v, of_kv), seen,
             _part(logits, of_kv[1]), _part(q_sinks, of_q), _part(is_sink, (of_kv[0], of_kv[2])),
-            _kept(spec.dropout, seed, grouped, kv_len, of_q, of_kv),
+            _kept(spec.dropout, seed, grouped, kv_len, of_q, of_kv), _part(bias, of_kv),
             scale=scale, softcap=spec.softcap,
         )  # fmt: skip
     return (out, lse) if return_lse else out
@@ -250,7 +251,7 @@ def _part(x: torch.Tensor | None, where: Any) -> Any:
     return None if x is None else x[where]
 
 
-def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, kept, *, scale: float, softcap: float | None) -> None:
+def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, kept, bias, *, scale: float, softcap: float | None) -> None:
     """Attention of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`; writes out, and lse if not None."""
     batch, kv_heads, group, q_len, head_dim = q.shape
 
@@ -263,6 +264,8 @@ def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, kept, *, scale: f
         scores = torch.where(is_sink[:, None, None, None], score(q_sinks), scores)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        scores += bias[:, :, None, None]
     scores.masked_fill_(~seen[:, None, None], float("-inf"))
     top = scores.amax(-1, keepdim=True)
     if logits is not None:

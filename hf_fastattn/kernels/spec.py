@@ -58,7 +58,8 @@ class Form(NamedTuple):
     contents. sizes: KV -> `Sizes`, or these errors, since it may be called before; None if the sizes are those of k and v. pack:
     (kv, k, v, slots) writes the tokens k and v, (batch, num_kv_heads, q_len, head_dim), to `slots`, int64 (batch, q_len), except
     those below 0 and from kv_len on. bytes_per_token: (k, v), tokens as `pack` takes them -> the bytes of one token of all rows
-    in this form.
+    in this form. bias: KV -> what is added to the scores of each key, (batch, num_kv_heads, kv_len), or None; in kernels
+    `weights` shifts them. K and V are then plain, and `unpack`, which would lose the bias, raises an error.
 
     Triton device functions, None as for plain tensors (`device.tile` has their arguments and results):
 
@@ -84,6 +85,7 @@ class Form(NamedTuple):
     weights: Any = None
     paged: bool = False
     parts: int = 1
+    bias: Callable[[KV], torch.Tensor | None] | None = None
 
     @property
     def cache_key(self) -> str:

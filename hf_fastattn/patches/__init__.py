@@ -15,6 +15,7 @@ from .patched import Change, Patch
 from .preflight import (
     OLD_NAME,
     Adapted,
+    check_chunks,
     check_model,
     check_peer_memory,
     find_model,
@@ -56,6 +57,7 @@ def patch(
     clamp_positions: bool = False,
     peer_memory: bool | None = None,
     keep_graphs: bool = False,
+    prefill_chunk: Literal["auto"] | None = None,
     compile: Literal["ahead", "lazy"] = "ahead",
 ) -> Patch:
     """Make generate() of one model run `backend`, with a cache of this package and one CUDA graph per decode step.
@@ -65,8 +67,8 @@ def patch(
     leaves the choice to Transformers. graph=False runs every step from Python. fuse=True replaces, on GPUs and with the model's
     roundings: norms (one launch instead of six or more), the rotation of queries and keys (one instead of ten or more), the
     product in the MLP (computed in place), the experts of a mixture and their choice (up to 64 tokens), the one-token steps of
-    layers with a recurrent state (two launches instead of forty), and, in decode graphs of up to 64 tokens in 16 bits, cuBLAS
-    in linear layers. fuse=False replaces none.
+    layers with a recurrent state (two launches instead of forty), the draw of a token (two launches), and, in decode graphs of
+    up to 64 tokens in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
 
     kv_dtype: "int8" or "fp8" stores K and V in 8 bits, an approximation: half the memory, and half of what a step reads of a long
     text. The first prompt of a cache is read without it. Layers with a sliding window keep K and V as the model computes them.
@@ -87,6 +89,9 @@ def patch(
     keep_graphs: a graph of steps that run your own code, which is of no installed package, is valid for one call of generate(),
     because such code may read anything. True keeps it: you promise that nothing changes that this code reads besides its inputs
     and the model's weights. After a change call undo() and patch() again.
+
+    prefill_chunk: "auto" reads a prompt in chunks, as large as possible, if its activations as a whole do not fit into the free
+    memory of the GPU. None leaves that to generate(prefill_chunk_size=...), which also replaces "auto" in a call.
 
     compile: "ahead" compiles the kernels of a model on a GPU from now on, in other processes, before they are needed; "lazy"
     compiles each at its first launch. Both keep them in Triton's cache on disk.
@@ -110,6 +115,7 @@ def patch(
             arguments: dict[str, object] = {"backend": backend, "cache": kind, **flags}
             arguments |= {"window": window, "sinks": Settings.sinks if sinks is None and chosen.streaming else sinks}
             arguments |= {"kv_sharding": kv_sharding, "peer_memory": peer_memory, "kv_dtype": kv_dtype}
+            arguments |= {"prefill_chunk": prefill_chunk}
             arguments["compile"] = _which_compile(compile)
             if (found := patch_of(model)) is not None and found.is_of(model, arguments):
                 return found
@@ -120,8 +126,11 @@ def patch(
             which_kv_dtype(model, chosen, kind, kv_dtype)
             if peer_memory:
                 check_peer_memory(model, graph and fuse)
+            check_chunks(model, prefill_chunk, kind)
         made = Patch(model, backend, kinds, graph, fuse, streaming, shares, peer_memory, keep_graphs, kv_dtype)
         made.arguments = arguments
+        if prefill_chunk is not None:
+            made.read_in_chunks()
         made.ahead = ahead.begin(model, compile == "lazy")
         return made
 

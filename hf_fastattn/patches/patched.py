@@ -19,7 +19,7 @@ from ..streaming import Settings, examine, forget
 from .calls.copies import copied, not_pickled
 from .calls.methods import METHODS, Generation
 from .configs import OwnConfigs
-from .fused import experts, linears, residual, states, subclass, sums
+from .fused import alibi, experts, linears, residual, states, subclass, sums
 from .fused import norms as fusion
 from .graphs import graphs
 from .graphs.state import MARK
@@ -73,7 +73,7 @@ class Patch:
 
         shares: how ranks share K and V by sequence. keep_graphs, kv_dtype: see `patch`.
         """
-        generation = None if kinds is None else Generation(model, kinds, streaming, graph, shares, kv_dtype)
+        generation = None if kinds is None else Generation(model, kinds, streaming, graph, shares, kv_dtype, fuse)
         self._begin(model, backend, graph, generation)
         self._graphs.keep = keep_graphs
         try:
@@ -116,6 +116,7 @@ class Patch:
         if self._generation is not None and self._generation.heads:
             heads = len(self._generation.heads)
             self.changes.append(Change("projections of keys and values", heads, "part of a head", "the rank's KV heads"))
+        alibi.replace(model, self.backend)
         if fuse:
             self._fuse(model)
             self._use_experts(model)
@@ -183,6 +184,12 @@ class Patch:
         self._fused += [weakref.ref(module) for module in found]
         ours = "kernels that also add and normalise"
         self.changes.append(Change("sums and columns of all ranks, in decode graphs", len(found), "collectives", ours))
+
+    def read_in_chunks(self) -> None:
+        """Let calls read prompts in chunks that do not fit as a whole."""
+        assert self._generation is not None  # `check_chunks`
+        self._generation.auto_chunks = True
+        self.changes.append(Change("prompts that do not fit", 1, "read whole", "read in chunks"))
 
     def is_of(self, model: hf.PreTrainedModel, arguments: Mapping[str, object]) -> bool:
         """Whether it is in place, with these arguments of patch(). Raises ValueError if it has others."""

@@ -80,9 +80,12 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
 def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     """Raise ValueError for a model that cannot run the backend, or that generates through another model."""
     name = type(model).__name__
-    if reason := hf.why_not_model(type(model.config)):
+    biased = hf.alibi(model) is not None
+    if biased and backend.streaming:
+        raise ValueError(f"{name} has ALiBi, which {backend.name!r} does not support. Use another backend, such as 'lean'.")
+    if (reason := hf.why_not_model(type(model.config))) and not biased:
         raise ValueError(f"{name} cannot be patched: {reason.partition('; load this model')[0]}. Leave it unpatched.")
-    if not model._can_set_attn_implementation():
+    if not (biased or model._can_set_attn_implementation()):
         raise ValueError(
             f"{name} cannot be patched: it computes attention in its own code and does not let its attn_implementation be set."
         )
@@ -114,6 +117,20 @@ def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:
         )
     if not fused_graphs:
         raise ValueError("peer_memory=True needs graph=True and fuse=True: its kernels run in decode graphs.")
+
+
+def check_chunks(model: hf.PreTrainedModel, asked: str | None, cache: str | None) -> None:
+    """Raise ValueError for another prefill_chunk= than None if it is unknown, or the memory of a prompt cannot be counted."""
+    if asked is None:
+        return
+    number = "pass a number of tokens to generate(), as prefill_chunk_size"
+    if asked != "auto":
+        raise ValueError(f'prefill_chunk must be "auto" or None; got {asked!r}. For other chunks {number}.')
+    if cache is None:
+        raise ValueError(f'prefill_chunk="auto" counts the bytes of caches of the package, and this is cache=None. Or {number}.')
+    devices = set(getattr(model, "hf_device_map", {}).values())
+    if hf.tensor_parallel_mesh(model) is not None or len(devices) > 1:
+        raise ValueError(f'prefill_chunk="auto" is for a model on one device. Leave it out, and {number}.')
 
 
 def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:

@@ -26,6 +26,8 @@ from ..caches.layers import SLACK, round_up
 from ..caches.paged import PagedCache, PagedStorage, windows_of
 from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
+from ..kernels.biased import BIASED, biased
+from ..kernels.decode.sample import Sampler, Settings
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
@@ -158,6 +160,9 @@ def listed(
         for points in (first, [_Point(tokens=128, past=0, captured=graph)]):  # of the first call; of a second one
             for point in points:
                 run(point)
+            if recipe.fuse:
+                scores = torch.empty(1, model.get_output_embeddings().weight.shape[0], device="meta")
+                Sampler()(scores, Settings())
             ends.append(len(found))
         # Point of a forward; the rows, the tokens before and the tokens with which its attention runs again.
         cases: list[tuple[_Point, list[int], list[int], Iterable[int]]] = []
@@ -273,6 +278,9 @@ class _Template(NamedTuple):
             spans = spans.new_empty(rows if words else 1, 1, 1, WORDS + words).expand(rows, -1, -1, -1)
         if packed:
             spans, spec = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32), spec._replace(causal=False)
+        if self.kv.form.bias is not None:
+            bias: Any = self.kv.scales
+            kv = biased(kv, _like(bias, {0: rows if self.kv.form is BIASED else 1, 2: kv_len}))
         registry.get(self.backend).attend(q, kv, spec, spans, **self.options)
 
 

@@ -18,7 +18,8 @@ class Call:
 
     stock_loop: whether its loop is that of Transformers. processors: whether it is given logits processors, of any class, which
     may have a state. tokens: number of ids of each row that it is given. draws: whether its steps draw random numbers. cached: of
-    the ids, those that the first forward of an assisted generation leaves out, because the cache holds them.
+    the ids, those that the first forward of an assisted generation leaves out, because the cache holds them. samples: whether it
+    only draws tokens from scores.
     """
 
     assistant: object
@@ -28,7 +29,13 @@ class Call:
     tokens: int
     cached: int = 0
     draws: bool = True
+    samples: bool = False
     forwards: Forwards | None = None
+
+    @property
+    def own_loop(self) -> bool:
+        """Whether the loop that runs is that of Transformers."""
+        return self.stock_loop and hf.CUSTOM_LOOP not in self.code
 
     @property
     def stock(self) -> bool:

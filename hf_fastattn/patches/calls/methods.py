@@ -24,23 +24,24 @@ from ...report.warn import warn
 from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
+from . import chunks
 from .after import capture_wanted
 from .batches import Batches, JobLock, Managers
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
 from .forwards import Forwards
-from .overrides import Generate, KeptInputs
+from .overrides import Generate, KeptInputs, Processors
 
-METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.BATCHES, hf.BATCH)
+METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.PROCESSORS_OF_CALL, hf.BATCHES, hf.BATCH)
 _MISSING: Any = object()
 
 
 class Generation:
     """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype: see `CallCaches`. reasons: why steps
-    ran uncaptured.
+    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype: see `CallCaches`. fuse: whether
+    tokens are drawn in one launch. reasons: why steps ran uncaptured.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class Generation:
         graph: bool,
         shares: Shares | None = None,
         kv_dtype: str | None = None,
+        fuse: bool = True,
     ):
         self._model = weakref.ref(model, self._closer())
         self.caches = CallCaches(kinds, streaming, shares, kv_dtype)
-        self.graph = graph
+        self.graph, self.fuse = graph, fuse
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
         self.reasons: list[str] = []
@@ -63,6 +65,7 @@ class Generation:
         self.lock = threading.Lock()
         self.job_lock = JobLock()
         self.heads: hf.WholeHeads | None = None
+        self.auto_chunks = False  # whether prompts that do not fit are read in chunks
         self.calls = 0  # in progress, in any thread
         self._thread = CallsOfThread()
 
@@ -94,7 +97,8 @@ class Generation:
 
     def install(self, model: hf.PreTrainedModel) -> None:
         """Set the methods on the instance."""
-        ours: list[Any] = [Generate(self), self._prepare_cache, KeptInputs(self), Managers(self), Batches(self)]
+        first: list[Any] = [Generate(self), self._prepare_cache, KeptInputs(self), Processors(self)]
+        ours = [*first, Managers(self), Batches(self)]
         for name, method in zip(METHODS, ours, strict=True):
             self._set(model, name, method)
 
@@ -130,10 +134,11 @@ class Generation:
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
         caches = self.caches
-        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, caches.shares, caches.kv_dtype)
+        shared = caches.shares, caches.kv_dtype, self.fuse
+        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, *shared)
         memo[id(self)] = twin
         twin.had = dict(self.had)
-        twin.graphs.keep = self.graphs.keep
+        twin.graphs.keep, twin.auto_chunks = self.graphs.keep, self.auto_chunks
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,6 +165,8 @@ class Generation:
         if forward.streams(model):
             refresh(model)  # before the state that a graph depends on is read
         given: object = model_kwargs.get(hf.CACHE)
+        if self.fuse and (calls := self._thread.calls):
+            calls[-1].samples = calls[-1].own_loop and hf.needs_only_tokens(model, generation_config, generation_mode)
         assisted = "assisted" in str(getattr(generation_mode, "value", generation_mode))
         asked = self._asked(model, generation_config, given, assisted)
         if given is not None or asked is not None or generation_config.use_cache is False:
@@ -184,11 +191,9 @@ class Generation:
         if caches.takes(given):
             seen = given.get_seq_length()
             given.check_call(model_kwargs.get("attention_mask"), seen + max_cache_length, assisted)
-            if seen and hf.CHUNKS_FROM_START and generation_config.prefill_chunk_size is not None:
-                raise ValueError(
-                    f"Transformers before 5.21 reads all tokens again in chunks, and {hf.CACHE} holds {seen} of them. "
-                    "Leave out prefill_chunk_size, or upgrade Transformers."
-                )
+            chunks.check(generation_config, seen)
+            if self.auto_chunks and not assisted and (calls := self._thread.calls):
+                chunks.choose(model, generation_config, model_kwargs, caches, calls[-1], batch_size, rows, max_cache_length)
             if assisted:
                 self._continue(seen, generation_config, model_kwargs)
             if self.graph:
@@ -301,7 +306,7 @@ class Generation:
         mask = model_kwargs.get("attention_mask")
         call = calls[-1]
         call.draws = bool(generation_config.do_sample) or model.training
-        adds_ones = call.stock_loop and self.is_stock(hf.FORWARD) and hf.CUSTOM_LOOP not in call.code
+        adds_ones = call.own_loop and self.is_stock(hf.FORWARD)
         unmasked, prompt = None, 0
         if mask is not None and mask.dim() == 2:
             prompt = mask.shape[1]

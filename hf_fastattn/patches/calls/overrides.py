@@ -71,3 +71,13 @@ class KeptInputs(_Override):
             cache.reset()  # type: ignore[no-untyped-call]  # untyped in Transformers
             inputs[hf.CACHE] = cache
         return inputs
+
+
+class Processors(_Override):
+    """The model's own hf.PROCESSORS_OF_CALL, whose result also draws the tokens where the call allows it."""
+
+    name = hf.PROCESSORS_OF_CALL
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        processors, calls = self.own()(*args, **kwargs), self.__self__._thread.calls
+        return hf.drawing(processors) if calls and calls[-1].samples else processors

@@ -25,7 +25,7 @@ from ...hf.packages import is_trusted
 from ..graphs.entry import KEEP
 
 TILE = 128  # tokens: to save fewer is not worth the work on the host
-_TENSORS = {"input_ids", "attention_mask", "position_ids"}
+TENSORS = {"input_ids", "attention_mask", "position_ids"}
 _ASKED = ("output_hidden_states", "output_attentions", "output_router_logits")
 _OURS = "a backend of the package"
 _DROPS = ("drop", "jitter")  # in the names of what draws random numbers in training, for each token
@@ -38,7 +38,7 @@ def why_padded(model: hf.PreTrainedModel, cache: StoredCache, given: dict[str, A
         return f"attn_implementation={name!r} does not read prompts as one row"
     if not cache.storage.takes_packed:
         return f"a {type(cache).__name__} takes one row for each prompt"
-    if (other := next((n for n, x in given.items() if n not in _TENSORS and _has_tensors(x)), None)) is not None:
+    if (other := next((n for n, x in given.items() if n not in TENSORS and has_tensors(x)), None)) is not None:
         return f"the argument {other} is passed"
     if (asked := next((n for n in _ASKED if given.get(n) or getattr(config, n, None)), None)) is not None:
         return f"{asked} is requested"
@@ -51,8 +51,8 @@ def why_padded(model: hf.PreTrainedModel, cache: StoredCache, given: dict[str, A
     return code_of_user(model, config)
 
 
-def _has_tensors(x: object) -> bool:
-    return isinstance(x, torch.Tensor) or (isinstance(x, Mapping) and any(map(_has_tensors, x.values())))
+def has_tensors(x: object) -> bool:
+    return isinstance(x, torch.Tensor) or (isinstance(x, Mapping) and any(map(has_tensors, x.values())))
 
 
 def _draws(config: hf.PreTrainedConfig) -> str | None:

@@ -1,0 +1,146 @@
+"""ALiBi: the bias of keys in the kernels, and Bloom and MPT under patch() compared with their own code."""
+
+import pytest
+import test_kernels
+import torch
+from cases import Case, make
+from models import tiny
+
+import hf_fastattn
+from hf_fastattn import hf
+from hf_fastattn.attention.backend import count_calls
+from hf_fastattn.kernels import TritonKernel, reference
+from hf_fastattn.kernels.biased import biased
+from hf_fastattn.kernels.spec import KV, Spec
+from hf_fastattn.patches.fused import subclass
+
+CASES = [
+    Case(q_len=1, kv_len=75, head_dim=32, num_kv_heads=4, rows=((0, 75, 0.0), (7, 60, 0.3))),
+    Case(q_len=5, kv_len=50, head_dim=24, value_dim=40, num_kv_heads=4, window=20),
+    Case(q_len=70, kv_len=75, batch=1, head_dim=32, num_kv_heads=4),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("kernel", test_kernels.RUNNABLE, ids=lambda kernel: kernel.name)
+def test_a_bias_of_keys_is_one_more_dimension(kernel, case, device):
+    """A query of 1 in that dimension, and a key with the bias. Slots past the keys of a row have any bias."""
+    if kernel.aligned_only:
+        pytest.skip("reads by TMA, and refuses forms")
+    x = make(kernel.fit(case), device)
+    batch, heads, kv_len, dim = x.k.shape
+    bias = torch.tensor([0.5, 0.1, -0.2, 0.01], device=device)[:, None] * torch.arange(kv_len, device=device)
+    rows = 1 if case.q_len == 5 else batch
+    bias = bias.expand(rows, heads, kv_len).contiguous()
+    bias[~x.k.isfinite().all(-1)[:rows]] = torch.nan
+    spec = Spec(**{name: value for name, value in x.options.items() if name in Spec._fields})._replace(scale=dim**-0.5)
+    q, k = (
+        torch.nn.functional.pad(x.q, (0, 1), value=1.0),
+        torch.cat([x.k, bias.expand(batch, -1, -1)[..., None] / spec.scale], -1),
+    )
+    want = reference.attention(q, KV(k, x.v), spec, x.spans, return_lse=True)
+    attention = TritonKernel(kernel.name, stream_k="lean") if kernel.launches else reference.attention
+    with test_kernels.counted_launches(kernel) as launched:
+        got = attention(x.q, biased(KV(x.k, x.v), bias), spec, x.spans, return_lse=True)
+    assert bool(launched) == bool(kernel.launches)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_what_would_be_ignored_is_refused(device):
+    q, k = torch.randn(1, 4, 1, 16, device=device), torch.randn(1, 4, 9, 16, device=device)
+    bias = torch.zeros(1, 4, 9, device=device)
+    with pytest.raises(ValueError, match="would ignore the bias"):
+        biased(KV(k, k), bias).plain()
+    with pytest.raises(ValueError, match="needs plain K and V"):
+        biased(biased(KV(k, k), bias), bias)
+    for given, error, says in (
+        (bias[:, :, 1:], ValueError, r"\(batch, num_heads, kv_len\), here \(1, 4, 9\)"),
+        (torch.zeros(4, 9, device=device).expand(1, -1, -1)[:, :1].expand(-1, 4, -1), ValueError, "contiguous"),
+        (bias.int(), TypeError, "floating point"),
+    ):
+        with pytest.raises(error, match=says):
+            reference.attention(q, biased(KV(k, k), given))
+    with pytest.raises(ValueError, match="one KV head for each query head"):
+        reference.attention(torch.randn(1, 8, 1, 16, device=device), biased(KV(k, k), bias))
+
+
+MODELS = {
+    "bloom": {"n_head": 4, "n_layer": 2, "use_cache": True},
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 60, "use_cache": True},
+}
+IDS = torch.arange(60).view(2, 30) % 97 + 5
+PADDED = torch.ones_like(IDS)
+PADDED[0, :7] = 0
+HOLES = PADDED.clone()
+HOLES[1, 10:13] = 0  # Bloom counts the tokens that the mask keeps
+
+
+@pytest.mark.parametrize("mask", [None, PADDED, HOLES], ids=["whole", "padded", "holes"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_and_gradients_are_those_of_the_model(name, mask, captured_steps):
+    model = tiny(name, **MODELS[name])
+    generate = lambda: model.generate(IDS, attention_mask=mask, max_new_tokens=9, do_sample=False)  # noqa: E731
+
+    def gradients():
+        model.zero_grad()
+        model(IDS, attention_mask=mask).logits.square().mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    tokens, expected = generate(), gradients()
+    with hf_fastattn.patch(model) as patch:
+        with count_calls() as calls:
+            assert torch.equal(generate(), tokens) and torch.equal(generate(), tokens)
+        old = name == "bloom" and mask is None and hf.CACHE != "cache"  # it counts tokens on the host there
+        assert sum(calls.values()) and (patch.captures > 0 or old)
+        assert all(map(torch.equal, gradients(), expected))  # of its own code
+    assert torch.equal(generate(), tokens) and not subclass.is_fused(next(iter(attention_of(model))))
+
+
+def attention_of(model):
+    return [module for module in model.modules() if type(module).__name__ == hf.alibi(model).layer]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_modes_of_generate(name, captured_steps):
+    model = tiny(name, **MODELS[name])
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 7}, {"num_return_sequences": 2}):
+        ids = IDS[: 1 if "prompt_lookup_num_tokens" in options else 2]
+        if "num_return_sequences" in options:
+            options = {**options, "do_sample": True}
+
+        def generate(ids=ids, options=options):
+            torch.manual_seed(0)
+            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, **options)
+
+        want = generate()
+        with hf_fastattn.patch(model):
+            assert torch.equal(generate(), want), options
+
+
+@torch.no_grad()
+def test_its_own_code_runs_for_weights_and_others_are_refused():
+    model = tiny("bloom", **MODELS["bloom"])
+    want = model(IDS, output_attentions=True).attentions
+    with pytest.raises(ValueError, match="has ALiBi, which 'streaming' does not support"):
+        hf_fastattn.patch(model, "streaming")
+    with hf_fastattn.patch(model):
+        got = model(IDS, output_attentions=True).attentions
+        assert all(map(torch.equal, got, want))
+        with pytest.raises(ValueError, match=r"no bias of keys in torch.compile and generate_batch\(\)"):
+            model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mask_of_the_user_and_one_without_a_cache(name):
+    """4-D, added to the scores: each token sees all but the second one."""
+    model, mask = tiny(name, **MODELS[name]), torch.zeros(2, 1, 30, 30)
+    mask[..., 1] = torch.finfo(torch.float32).min
+    calls = [
+        {"attention_mask": mask} if name == "mpt" else {"attention_mask": PADDED},  # Bloom takes none with 4 dimensions
+        {"use_cache": False},
+    ]
+    want = [model(IDS, **each).logits for each in calls]
+    with hf_fastattn.patch(model):
+        for each, expected in zip(calls, want, strict=True):
+            torch.testing.assert_close(model(IDS, **each).logits[:, 7:], expected[:, 7:], rtol=1e-4, atol=1e-4)
