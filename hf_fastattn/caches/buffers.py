@@ -94,8 +94,8 @@ class Buffered(CacheLayerMixin):
         """Keep the rows `indices`, in place if their number does not change."""
         if self.buffers and len(indices) != self.batch_size:
             self.moved()
-        for index, part in enumerate(self.parts()):
-            self.buffers[index] = selected(part.tensor, indices, part.slots)
+        for index, buffer in enumerate(self.buffers):
+            self.buffers[index] = selected(buffer, indices, self.slots)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.select(beam_idx)

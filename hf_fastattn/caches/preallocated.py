@@ -11,7 +11,8 @@ import torch
 
 from .. import hf
 from . import saved
-from .layers import round_up
+from .layers import Layer, round_up
+from .states import NO_CROP, storage_of
 from .storage import PreallocatedStorage
 from .stored import ChangeableCache
 
@@ -34,7 +35,7 @@ class PreallocatedCache(ChangeableCache):
     def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True):
         tokens = _checked(capacity)
         kinds = hf.layer_kinds(saved.config_of(config))
-        self._adopt(PreallocatedStorage(kinds, round_up(tokens) if grow else tokens, grow))
+        self._adopt(storage_of(kinds, round_up(tokens) if grow else tokens, grow))
 
     def __repr__(self) -> str:
         tracks = ", ".join(
@@ -47,11 +48,16 @@ class PreallocatedCache(ChangeableCache):
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """K, V and the sliding window (or None) of each layer, as a DynamicCache yields them."""
         for layer in self.storage.layers:
-            window = layer.track.kind.window
+            window = layer.track.kind.window if isinstance(layer, Layer) else None
             yield layer.keys, layer.values, None if window is None else torch.tensor(window)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
-        return self.storage.layers[layer_idx].query_offset()
+        layer = self.storage.layers[layer_idx]
+        return (layer if isinstance(layer, Layer) else self.storage.counted[0]).query_offset()
+
+    def check_call(self, mask: torch.Tensor | None, tokens: int, crops: bool) -> None:
+        if crops and not self.storage.can_undo:
+            raise ValueError(NO_CROP)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in total, so that no buffer grows before that."""
@@ -62,7 +68,7 @@ class PreallocatedCache(ChangeableCache):
 
     @property
     def _rows(self) -> int:
-        return next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
+        return next((len(layer.live()[0]) for layer in self.storage.counted if layer.is_initialized or layer.pending), 0)
 
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
         """Write the live tokens and the configuration of `model` to one safetensors file.

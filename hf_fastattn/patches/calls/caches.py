@@ -12,7 +12,7 @@ from ...caches.layers import round_up
 from ...caches.pool import Pool
 from ...caches.ring import Ring
 from ...caches.shared import SharedCache, SharedStorage
-from ...caches.storage import PreallocatedStorage
+from ...caches.states import storage_of
 from ...caches.stored import StoredCache
 from ...context_parallel import Shares
 from ...streaming import Settings
@@ -34,7 +34,7 @@ class CallCaches:
         if shares is not None:
             return Pool(lambda tokens: SharedStorage(kinds, round_up(tokens), shares), SharedCache.around, serial)
         if streaming is None:
-            return Pool(lambda tokens: PreallocatedStorage(kinds, round_up(tokens)), PreallocatedCache.around, serial)
+            return Pool(lambda tokens: storage_of(kinds, round_up(tokens)), PreallocatedCache.around, serial)
         return Pool(lambda tokens: Ring(len(kinds), streaming), RollingCache.around, serial)
 
     def refit(self, model: hf.PreTrainedModel) -> int:
@@ -85,9 +85,9 @@ class CallCaches:
         """Whether it is a cache of the caller that has allocated nothing, and may have the storage of another one."""
         if type(cache) is not PreallocatedCache or self.type is not PreallocatedCache or cache.storage.serial:
             return False
-        layers = cache.storage.layers
-        new = not any(layer.is_initialized or layer.pending or layer.seen for layer in layers)
-        return new and all(layer.track.growable for layer in layers) and tuple(x.track.kind for x in layers) == self.kinds
+        storage = cache.storage
+        new = not storage.memory() and not any(layer.pending or layer.seen for layer in storage.counted)
+        return new and all(track.growable for track in storage.tracks) and storage.kinds == self.kinds
 
     def make_ready(
         self,
@@ -106,7 +106,7 @@ class CallCaches:
                 "it belongs to another model."
             )
         if self.is_new(cache):
-            asked = max(layer.track.capacity for layer in cache.storage.layers)
+            asked = max(track.capacity for track in cache.storage.tracks)
             self.pool.adopt(cache, rows, max(asked, tokens), among)
         cache.check_rows(rows)
         seen = cache.get_seq_length()
