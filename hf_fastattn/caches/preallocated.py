@@ -71,27 +71,33 @@ class PreallocatedCache(ChangeableCache):
         return next((len(layer.live()[0]) for layer in self.storage.counted if layer.is_initialized or layer.pending), 0)
 
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
-        """Write the live tokens and the configuration of `model` to one safetensors file.
+        """Write the live tokens, recurrent states and the configuration of `model` to one safetensors file.
 
         Raises ValueError for a cache without tokens, for one in which some layers did not run, for a model that ranks share, and
         for a path that is a directory or a device; OSError if the file cannot be written.
         """
-        saved.write(path, self.storage.layers, model)
+        saved.write(path, self.storage, model)
 
     @classmethod
     def load(cls, path: str | Path, model: saved.ModelOrConfig, *, capacity: int = 1, grow: bool = True) -> Self:
-        """Read a cache written by save(), for `model`. K and V move from memory to the device of each layer in the first forward.
+        """Read a cache written by save(), for `model`. K and V move from memory to the device of each layer in the first forward,
+        recurrent states at once, if `model` is a model.
 
         Only the configuration is compared, not the weights: K and V of other weights are not detected. Raises ValueError with
         path and reason if the file has another format, configuration, dtype or shape, or if it is truncated or inconsistent.
         """
         tokens = _checked(capacity)
-        seen, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
+        seen, pairs, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
         cache = cls(model, max(tokens, seen), grow=grow)
-        for layer, (keys, values) in zip(cache.storage.layers, states, strict=True):
+        for index, (keys, values) in pairs.items():
+            layer = cache.storage.layers[index]
             kept = min(keys.shape[2], layer.track.kept(seen))
             layer.pending = keys[:, :, keys.shape[2] - kept :], values[:, :, values.shape[2] - kept :]
             layer.seen, layer.base = seen, seen - kept
+        devices = hf.layer_devices(model)
+        for index, each in states.items():
+            for name, state in each.items():
+                cache.storage.layers[index].put(name, state.to(devices.get(index, state.device)))
         return cache
 
 

@@ -174,6 +174,7 @@ def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str)
         )
     if cache != "preallocated":
         raise ValueError(f'kv_sharding="sequence" needs cache="preallocated"; got a cache of {cache!r}. Leave out kv_sharding=.')
+    hf.refuse_states(model.config, 'kv_sharding="sequence" needs', "Leave out kv_sharding=.")
     if hf.Kind("full") not in hf.layer_kinds(model.config):
         raise ValueError(f"Every layer of {name} has a sliding window, so no K and V grow with the text. Leave out kv_sharding=.")
     heads = [(shape.num_heads, shape.num_kv_heads) for shape in hf.layer_shapes(model.config)]
@@ -187,7 +188,10 @@ def which_kinds(
     if cache is None:
         return None
     try:
-        return _kinds(model)
+        kinds = _kinds(model)
+        if cache == "rolling":
+            hf.refuse_states(model.config, "A rolling cache needs", 'hf_fastattn.patch(model, "lean") runs it.')
+        return kinds
     except ValueError as error:
         raise ValueError(f"{error}{_remedy(model, backend, streaming)}") from None
 

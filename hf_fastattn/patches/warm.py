@@ -70,6 +70,7 @@ class Recipe(NamedTuple):
                 "The kernels of a model are known ahead with a preallocated cache and on one rank. Those of another are compiled "
                 "at their first launch; leave this call out."
             )
+        hf.refuse_states(model.config, "Kernels are known ahead for models with", "Leave this call out.")
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         most = launch_bound(model, target.arch)
         return cls(
