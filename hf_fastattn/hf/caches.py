@@ -86,18 +86,19 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[Kind, ...]:
     if getattr(text, "layer_types", None) is None:
         stock = getattr(text, "layers_block_type", stock)  # the name in RecurrentGemma, 5.17
     stock = stock[: text.num_hidden_layers]  # early exit lowers only num_hidden_layers
-    shared = text.num_hidden_layers - len(stock)  # before 5.19 layers that read K and V of others are not listed
-    if shared != (getattr(text, "num_kv_shared_layers", None) or 0):
-        shared = 0
-    types = [_masked(text, kind) for kind in (*stock, *("dummy",) * shared)]
-    options = [*options, *({},) * shared]
+    missing = text.num_hidden_layers - len(stock)
+    if missing == getattr(text, "num_kv_shared_layers", None):  # before 5.19 layers that read K and V of others are not listed
+        stock, options = [*stock, *["dummy"] * missing], [*options, *[{}] * missing]
+    types = [_masked(text, kind) for kind in stock]
     others = sorted(set(types) - {FULL, SLIDING, *_STATES, *_NONE})
     if others or len(types) != text.num_hidden_layers or not {FULL, SLIDING, *_BOTH}.intersection(types):
-        kinds = ", ".join(others or sorted(set(types)))
+        kinds = ", ".join(others or sorted(set(types))) or "none of these"
         raise ValueError(
             f"These caches hold full, sliding and linear attention layers, at least one of them with K and V, and {name} has "
             f"{kinds}; {OTHERS}."
         )
+    if set(_STATES).intersection(types) and not _UPDATES.search(modeling_source(config_class)):
+        raise ValueError(f"{name} keeps its recurrent states outside of a cache of Transformers, or replaces them; {OTHERS}.")
     unread = {_SIZES[was] for was, now in zip(stock, types, strict=True) if now == FULL != was}
     for field in sorted(unread):
         if (size := getattr(text, field, None)) is None:
@@ -177,6 +178,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 _BOTH = "hybrid", "hybrid_sliding"
 _STATES = "linear_attention", "conv", *_BOTH
 _NONE = "dummy", "moe", "mlp"
+_UPDATES = re.compile(r"\.update_(conv|recurrent)_state\(")
 _SIZES = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 _FUNCTIONS = {SLIDING: "create_sliding_window_causal_mask", CHUNKED: "create_chunked_causal_mask"}
 _BY_CONFIG = "create_masks_for_generate"
