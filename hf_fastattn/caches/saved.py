@@ -139,11 +139,11 @@ def _states(
     for name in found:
         index, _, state = name.partition(".")
         held.setdefault(int(index), {})[state] = tensors[name]
-    wanted = [index for index, kind in enumerate(kinds) if kind.states]
-    if meta.get("states", "{}") != json.dumps(_sizes(tensors, found)) or [*held] != wanted or {} in held.values():
+    now, then = {*_sizes(tensors, found).items()}, meta.get("states", "{}")
+    if then != json.dumps(dict(sorted(now))) or [*held] != [index for index, kind in enumerate(kinds) if kind.states]:
         raise ValueError(
-            f"{path} has {_sizes(tensors, found)} as its states, and needs those of layers {wanted} as they were saved: "
-            f"{meta.get('states')}. Compute it again."
+            f"{path} needs the recurrent states of each layer with the shapes and dtypes that were saved: {then:.200}; it has "
+            f"{dict(sorted(now))!s:.200}. Compute it again."
         )
     return held
 

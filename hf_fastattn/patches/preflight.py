@@ -166,6 +166,7 @@ def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str)
         return None
     if kv_sharding != "sequence":
         raise ValueError(f'kv_sharding must be "heads" or "sequence"; got {kv_sharding!r}.')
+    hf.refuse_states(model.config, 'kv_sharding="sequence" needs', "Leave out kv_sharding=.")
     name, mesh = type(model).__name__, hf.tensor_parallel_mesh(model)
     if mesh is None:
         raise ValueError(
@@ -174,7 +175,6 @@ def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str)
         )
     if cache != "preallocated":
         raise ValueError(f'kv_sharding="sequence" needs cache="preallocated"; got a cache of {cache!r}. Leave out kv_sharding=.')
-    hf.refuse_states(model.config, 'kv_sharding="sequence" needs', "Leave out kv_sharding=.")
     if hf.Kind("full") not in hf.layer_kinds(model.config):
         raise ValueError(f"Every layer of {name} has a sliding window, so no K and V grow with the text. Leave out kv_sharding=.")
     heads = [(shape.num_heads, shape.num_kv_heads) for shape in hf.layer_shapes(model.config)]
