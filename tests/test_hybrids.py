@@ -106,7 +106,11 @@ def test_a_file_with_other_states_is_refused(change, tmp_path):
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     state = tensors.pop("0.recurrent.0")
-    new = {"dtype": {"0.recurrent.0": state.half()}, "rows": {"0.recurrent.0": state[:1].clone()}, "layer": {"1.recurrent.0": state}}
+    new = {
+        "dtype": {"0.recurrent.0": state.half()},
+        "rows": {"0.recurrent.0": state[:1].clone()},
+        "layer": {"1.recurrent.0": state},
+    }
     save_file(tensors | new.get(change, {}), path, metadata)
     with pytest.raises(ValueError, match="needs the recurrent states of each layer"):
         PreallocatedCache.load(path, model)
@@ -181,5 +185,5 @@ def test_what_needs_k_and_v_in_all_layers_refuses_a_hybrid(graphs):
 
 @pytest.mark.parametrize("name, kind", [("MiniMax", "minimax"), ("RecurrentGemma", "recurrent_gemma")])
 def test_states_outside_of_a_cache_of_transformers_are_refused(name, kind):
-    with pytest.raises(ValueError, match="keeps its recurrent states outside|has attention, recurrent"):
+    with pytest.raises(ValueError, match=r"keeps its recurrent states outside|has attention, recurrent"):
         hf_fastattn.patch(every_model.named(f"{name}ForCausalLM", kind, "causal"))

@@ -116,8 +116,8 @@ def read(
     pairs = {index: (tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in with_kv}
     _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
     rows = pairs[with_kv[0]][0].shape[0]
-    if wrong := [(index, name) for index, each in states.items() for name, state in each.items() if len(state) != rows]:
-        raise ValueError(f"{path} has states of other rows than its K and V, {rows}: {wrong}. Compute it again.")
+    if other := {len(state) for each in states.values() for state in each.values()} - {rows}:
+        raise ValueError(f"{path} has states of {other.pop()} rows and K and V of {rows}. Compute it again.")
     return seen, pairs, states
 
 
@@ -200,9 +200,7 @@ def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) ->
             )
 
 
-def _check_pairs(
-    path: str | Path, pairs: dict[int, Pair], least: list[int], seen: int, model: ModelOrConfig
-) -> None:
+def _check_pairs(path: str | Path, pairs: dict[int, Pair], least: list[int], seen: int, model: ModelOrConfig) -> None:
     """Raise ValueError unless K and V are as the configuration and `seen` say, in all layers with the rows and dtypes of the
     first. least: the number of tokens that each layer keeps of so many."""
     first = min(pairs)

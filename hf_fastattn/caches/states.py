@@ -1,7 +1,7 @@
 """The storage of hybrid models: layers with recurrent states in place of K and V, or besides them, and layers without a cache.
 
-A layer with states is Transformers' own, whose updates copy in place. Here its tensors keep their addresses when rows are permuted,
-and a tensor that is replaced gives the storage a new version.
+A layer with states is Transformers' own, whose updates copy in place. Here its tensors also keep their addresses when rows are
+permuted, and a tensor that is replaced gives the storage a new version.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Tensors(dict[int, torch.Tensor | None]):
 class States(hf.LinearAttentionLayer):
     """Layer with states that stay in place. fresh: the recurrent states that no token has entered since reset()."""
 
-    is_croppable = False  # type: ignore[assignment]  # a property of Transformers: whether there are no recurrent states yet
-    is_compileable = False  # type: ignore[assignment]  # see Buffered
+    is_croppable = False  # in Transformers, whether there are no recurrent states yet
+    is_compileable = False  # see Buffered
     index: int
 
     def hold(self, index: int, count: int, moves: Moves) -> None:
@@ -107,7 +107,9 @@ class States(hf.LinearAttentionLayer):
         else:
             self.lazy_initialization(recurrent_states=tensor, state_idx=index)
             self.fresh.discard(index)
-        (self.conv_states if kind == "conv" else self.recurrent_states)[index].copy_(tensor)
+        held = (self.conv_states if kind == "conv" else self.recurrent_states)[index]
+        assert held is not None
+        held.copy_(tensor)
 
     def select_states(self, indices: torch.Tensor) -> None:
         for _, held, _ in self.named:
@@ -139,7 +141,7 @@ class StateLayer(States):
         return self.state_parts()
 
 
-class BothLayer(States, Layer):
+class BothLayer(States, Layer):  # type: ignore[misc]  # dtype is also None before the first token
     """A layer with states beside K and V."""
 
     def __init__(self, index: int, count: int, moves: Moves, track: Track):

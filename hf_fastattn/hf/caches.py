@@ -129,8 +129,12 @@ def _kind(name: str, options: Mapping[str, Any], window: int | None) -> Kind:
 
 
 def refuse_states(config: PreTrainedConfig, what: str, remedy: str) -> None:
-    """Raise ValueError for a model with layers of other kinds than full and window. what: which need these. remedy: a sentence."""
-    held = {"state": "recurrent states", "both": "recurrent states besides K and V", "none": "layers without K and V of their own"}
+    """Raise ValueError for a model with layers of other kinds than full and window. what: needs these. remedy: a sentence."""
+    held = {
+        "state": "recurrent states",
+        "both": "recurrent states besides K and V",
+        "none": "layers without K and V of their own",
+    }
     if others := sorted({kind.name for kind in layer_kinds(config)} - {"full", "window"}):
         has = " and ".join(held[other] for other in others)
         raise ValueError(f"{what} layers that all have K and V, and {type(config).__name__} has {has}. {remedy}")
