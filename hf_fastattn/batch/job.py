@@ -76,7 +76,7 @@ def why_not(model: hf.PreTrainedModel, kinds: Sequence[hf.Kind], others: str | N
     if getattr(config, "qk_nope_head_dim", None):
         return "it caches latents (MLA), which pages do not hold yet"
     if any(kind.name not in ("full", "window") for kind in kinds):
-        return "it has recurrent states, which pages do not hold"
+        return "it has layers with recurrent states, or without K and V of their own, which pages do not hold"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "its weights are on several devices"
     return None
