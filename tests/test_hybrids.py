@@ -179,7 +179,7 @@ def test_what_needs_k_and_v_in_all_layers_refuses_a_hybrid(graphs):
                 call()
         assert cache.get_seq_length() == seen and all(map(torch.equal, cache.storage.states(), states))
         assert not cache.is_croppable and not cache.is_compileable
-        with pytest.raises(ValueError, match="recurrent states, .* which pages do not hold"):
+        with pytest.raises(ValueError, match=r"recurrent states, .* which pages do not hold"):
             model.generate_batch([[5, 6, 7]])
 
 
