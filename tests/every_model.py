@@ -192,6 +192,7 @@ OWN: dict[str, dict] = {
         **{"deepstack_layer_map": [(-1, 0)], "downsample_rate": "1/2", "spatial_target_layers": [0, 0, 1, 1]},
         "init": {"text_config": {"model_type": "granite"}},
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mobilebert": {"intra_bottleneck_size": 64, "true_hidden_size": 64},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},

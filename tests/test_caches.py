@@ -406,7 +406,7 @@ def test_bad_input():
     recurrent = {"num_hidden_layers": 2, "layers_block_type": ["recurrent", "attention"]}  # of RecurrentGemma in 5.17
     configs = {
         "encoder-decoder": CONFIG_MAPPING["t5"](),
-        "linear_attention": CONFIG_MAPPING["qwen3_next"](),
+        "has linear_attention": CONFIG_MAPPING["qwen3_next"](layer_types=["linear_attention"] * 48),
         "chunked_attention": CONFIG_MAPPING["llama4_text"](),
         "has attention, recurrent": CONFIG_MAPPING["llama"](**recurrent),
     }

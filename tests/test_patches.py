@@ -873,7 +873,7 @@ def test_bad_input(llama):
     for model, match in [
         (tiny("falcon"), "never asks Transformers' attention interface"),
         *([] if NEW_NAME else [(tiny("gptj", n_layer=1, n_head=4, n_embd=64, rotary_dim=8), "cannot be patched")]),
-        (tiny("qwen3_next", num_hidden_layers=2), "linear_attention"),
+        (tiny("minimax", num_hidden_layers=2), "keeps its recurrent states outside"),
     ]:
         unpatched = state(model)
         with pytest.raises(ValueError, match=match):

@@ -176,7 +176,7 @@ def count(monkeypatch):
         ({"prompt_lookup_num_tokens": 2}, 0),
         ({"custom_generate": by_hand}, 0),
     ],
-    ids=str,
+    ids=lambda value: str([*value] if isinstance(value, dict) else value),
 )
 def test_generate_draws_as_before(options, launches, count):
     model = tiny("llama").to(DEVICE)

@@ -95,7 +95,7 @@ def why_not(model: hf.PreTrainedModel, kinds: Sequence[hf.Kind], others: str | N
     if getattr(config, "cross_attention_layers", None):
         return "it has layers that attend to an image, which pages do not hold"
     if any(kind.name not in ("full", "window") for kind in kinds):
-        return "it has recurrent states, which pages do not hold"
+        return "it has layers with recurrent states, or without K and V of their own, which pages do not hold"
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "its weights are on several devices"
     return None

@@ -84,8 +84,8 @@ class Buffered(CacheLayerMixin):
         return [Part(buffer, self.index, name, slots) for name, buffer in zip(self.names, self.buffers, strict=False)]
 
     def movable(self) -> list[tuple[torch.Tensor, int | None]]:
-        """The tensors of parts() with their slots, or views of them of another width, as `decode.reorder` permutes their rows."""
-        return [(part.tensor, part.slots) for part in self.parts()]
+        """The buffers with their slots, or views of them of another width, as `decode.reorder` permutes their rows."""
+        return [(buffer, self.slots) for buffer in self.buffers]
 
     def clear(self) -> None:
         """Discard the buffers."""
@@ -98,8 +98,8 @@ class Buffered(CacheLayerMixin):
         """Keep the rows `indices`, in place if their number does not change."""
         if self.buffers and len(indices) != self.batch_size:
             self.moved()
-        for index, part in enumerate(self.parts()):
-            self.buffers[index] = selected(part.tensor, indices, part.slots)
+        for index, buffer in enumerate(self.buffers):
+            self.buffers[index] = selected(buffer, indices, self.slots)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.select(beam_idx)

@@ -18,6 +18,7 @@ from ..hf import Kind
 from ..kernels import eight_bits
 from ..kernels.decode.append import append
 from ..kernels.spec import KV
+from . import states
 from .buffers import UNKNOWN, Pair, Part, describe, layout, refuse_gradient, selected
 from .layers import Layer, Track
 from .storage import PreallocatedStorage
@@ -164,9 +165,7 @@ class ByteStorage(PreallocatedStorage):
 
 def storage_of(kinds: Sequence[Kind], capacity: int, kv_dtype: str | None, growable: bool = True) -> PreallocatedStorage:
     """The storage of a preallocated cache. kv_dtype: None for K and V as the model computes them."""
-    return (
-        PreallocatedStorage(kinds, capacity, growable) if kv_dtype is None else ByteStorage(kinds, capacity, kv_dtype, growable)
-    )
+    return states.storage_of(kinds, capacity, growable) if kv_dtype is None else ByteStorage(kinds, capacity, kv_dtype, growable)
 
 
 def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -> str | None:

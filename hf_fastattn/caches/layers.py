@@ -178,8 +178,8 @@ class Layer(Replaceable):
         self.track.stale = True
 
     def clear(self) -> None:
-        """Discard the tokens and the buffers."""
-        self.reset()
+        """Discard K and V, their buffers and their count: states besides them may be of the text that begins."""
+        Layer.reset(self)
         super().clear()
 
     @property

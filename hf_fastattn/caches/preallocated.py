@@ -12,7 +12,8 @@ import torch
 from .. import hf
 from ..attention.step import Step
 from . import eight_bits, saved
-from .layers import round_up
+from .layers import Layer, round_up
+from .states import NO_CROP
 from .storage import PreallocatedStorage
 from .stored import Arguments, ChangeableCache
 
@@ -53,7 +54,7 @@ class PreallocatedCache(ChangeableCache):
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]]:
         """K, V and the sliding window (or None) of each layer, as a DynamicCache yields them."""
         for layer in self.storage.layers:
-            window = layer.track.kind.window
+            window = layer.track.kind.window if isinstance(layer, Layer) else None
             yield layer.keys, layer.values, None if window is None else torch.tensor(window)
 
     def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -62,7 +63,12 @@ class PreallocatedCache(ChangeableCache):
         return super().begin(step, model, args, kwargs)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
-        return self.storage.layers[layer_idx].query_offset()
+        layer = self.storage.layers[layer_idx]
+        return (layer if isinstance(layer, Layer) else self.storage.counted[0]).query_offset()
+
+    def check_call(self, mask: torch.Tensor | None, tokens: int, crops: bool) -> None:
+        if crops and not self.storage.can_undo:
+            raise ValueError(NO_CROP)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in total, so that no buffer grows before that."""
@@ -73,30 +79,36 @@ class PreallocatedCache(ChangeableCache):
 
     @property
     def _rows(self) -> int:
-        return next((len(layer.live()[0]) for layer in self.storage.layers if layer.is_initialized or layer.pending), 0)
+        return next((len(layer.live()[0]) for layer in self.storage.counted if layer.is_initialized or layer.pending), 0)
 
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
-        """Write the live tokens and the configuration of `model` to one safetensors file.
+        """Write the live tokens, recurrent states and the configuration of `model` to one safetensors file.
 
         Raises ValueError for a cache without tokens, for one in which some layers did not run, for a model that ranks share, and
         for a path that is a directory or a device; OSError if the file cannot be written.
         """
-        saved.write(path, self.storage.layers, model)
+        saved.write(path, self.storage, model)
 
     @classmethod
     def load(cls, path: str | Path, model: saved.ModelOrConfig, *, capacity: int = 1, grow: bool = True) -> Self:
-        """Read a cache written by save(), for `model`. K and V move from memory to the device of each layer in the first forward.
+        """Read a cache written by save(), for `model`. K and V move from memory to the device of each layer in the first forward,
+        recurrent states at once, if `model` is a model.
 
         Only the configuration is compared, not the weights: K and V of other weights are not detected. Raises ValueError with
         path and reason if the file has another format, configuration, dtype or shape, or if it is truncated or inconsistent.
         """
         tokens = _checked(capacity)
-        seen, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
+        seen, pairs, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
         cache = cls(model, max(tokens, seen), grow=grow)
-        for layer, (keys, values) in zip(cache.storage.layers, states, strict=True):
+        for index, (keys, values) in pairs.items():
+            layer = cache.storage.layers[index]
             kept = min(keys.shape[2], layer.track.kept(seen))
             layer.pending = keys[:, :, keys.shape[2] - kept :], values[:, :, values.shape[2] - kept :]
             layer.seen, layer.base = seen, seen - kept
+        devices = hf.layer_devices(model)
+        for index, each in states.items():
+            for name, state in each.items():
+                cache.storage.layers[index].put(name, state.to(devices.get(index, state.device)))
         return cache
 
 

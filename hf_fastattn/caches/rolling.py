@@ -40,6 +40,7 @@ class RollingCache(ChangeableCache):
 
     def __init__(self, model: hf.PreTrainedModel):
         _check_model(model)
+        hf.refuse_states(model.config, "A rolling cache needs", 'Use attn_implementation="lean" and a PreallocatedCache.')
         config = model.config.get_text_config(decoder=True)
         self._adopt(Ring(config.num_hidden_layers, Settings.of(config)))
 

@@ -1,4 +1,4 @@
-"""A preallocated cache in a file: one safetensors file with the live K and V of every layer, and metadata."""
+"""A preallocated cache in a file: one safetensors file with the live K and V and the states of every layer, and metadata."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import errno
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from .. import hf
-from .buffers import Pair
-from .layers import Layer
+import torch
 
-FORMAT = "hf_fastattn cache 1"
+from .. import hf
+from .buffers import Pair, Part
+from .storage import PreallocatedStorage
+
+FORMAT = "hf_fastattn cache 2"
+READ = FORMAT, "hf_fastattn cache 1"  # which had no states
 _MOST = 100_000_000  # bytes of a header, the limit of safetensors
 
 ModelOrConfig = hf.PreTrainedModel | hf.PreTrainedConfig
@@ -34,17 +37,20 @@ def config_of(model: ModelOrConfig) -> hf.PreTrainedConfig:
     return found
 
 
-def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
-    """Write the live tokens of these layers and the configuration of `model`. Raises OSError if the file cannot be written."""
+def write(path: str | Path, storage: PreallocatedStorage, model: ModelOrConfig) -> None:
+    """Write the live tokens and the states of a storage and the configuration of `model`. Raises OSError if the file cannot be
+    written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     _check_whole(model)
-    if (kv_dtype := next((layer.kv_dtype for layer in layers if layer.kv_dtype), None)) is not None:
+    storage.check()
+    if (kv_dtype := storage.kv_dtype) is not None:
         raise ValueError(
             f"A cache in 8 bits (kv_dtype={kv_dtype!r}) cannot be saved: files hold K and V as the model computes them. Save a "
             "cache that was made without kv_dtype=."
         )
+    layers = storage.counted
     seen = {layer.seen for layer in layers}
     if len(seen) > 1:
         counts = ", ".join(f"{layer.seen} in layer {layer.index}" for layer in layers)
@@ -59,11 +65,14 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
         for layer in layers
         for name, live in zip(layer.names, layer.live(), strict=True)
     }
+    states = [part for part in storage.memory() if part.slots is None]
+    tensors |= {_name(part): part.tensor.contiguous() for part in states}
     if Path(path).is_dir():
         raise IsADirectoryError(errno.EISDIR, "A cache is saved to one file, and this is a directory", str(path))
     _refuse_special(path)  # the new file would replace a device
     try:
-        save_file(tensors, path, {"format": FORMAT, "config": _describe(model), "seen": _counts(seen.pop(), len(layers))})
+        meta = {"format": FORMAT, "config": _describe(model), "seen": _counts(seen.pop(), len(storage.layers))}
+        save_file(tensors, path, meta | {"states": json.dumps(_sizes(tensors, sorted(map(_name, states))))})
     except SafetensorError as error:
         if (code := re.search(r"os error (\d+)", str(error))) is None:
             raise OSError(f"{path} cannot be written: {error}") from error
@@ -71,8 +80,10 @@ def write(path: str | Path, layers: list[Layer], model: ModelOrConfig) -> None:
         raise OSError(number, os.strerror(number), str(path), number) from error  # the last one is the number on Windows
 
 
-def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tuple[int, list[Pair]]:
-    """(number of tokens, K and V of each layer (rows, num_kv_heads, kept tokens, head_dim)) from a file of write().
+def read(
+    path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig
+) -> tuple[int, dict[int, Pair], dict[int, dict[str, torch.Tensor]]]:
+    """(number of tokens, K and V of layers (rows, num_kv_heads, kept tokens, head_dim), states of layers) from a file of write().
 
     Raises ValueError with path and reason if the file is not a cache of `model`, OSError if it cannot be read.
     """
@@ -94,9 +105,12 @@ def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tu
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ValueError(f"{path} was changed while it was read. Read it again once it is complete.")
-    names = {f"{index}.{name}" for index in range(len(kinds)) for name in ("keys", "values")}
+    with_kv = [index for index, kind in enumerate(kinds) if kind.has_kv]
+    names = {f"{index}.{name}" for index in with_kv for name in ("keys", "values")}
+    states = _states(path, meta, tensors, kinds)
+    names |= {f"{index}.{name}" for index, each in states.items() for name in each}
     if wrong := sorted(tensors.keys() ^ names):
-        raise ValueError(f"{path} needs K and V of {len(kinds)} layers; missing or extra: {', '.join(wrong)}.")
+        raise ValueError(f"{path} needs K and V of {len(with_kv)} layers; missing or extra: {', '.join(wrong)}.")
     counted = re.match(r'\{"0": ([1-9]\d{0,8})', meta.get("seen", ""))
     seen = int(counted[1]) if counted else 0
     if not seen or meta["seen"] != _counts(seen, len(kinds)):
@@ -104,9 +118,39 @@ def read(path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig) -> tu
             f"{path} has {meta.get('seen')!r:.100} for the tokens seen by each layer, and should have one number, 1 or more, for "
             f"each of {len(kinds)}. Compute it again."
         )
-    states = [(tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in range(len(kinds))]
-    _check_states(path, states, [kind.sees(seen) for kind in kinds], seen, model)
-    return seen, states
+    pairs = {index: (tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in with_kv}
+    _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
+    rows = pairs[with_kv[0]][0].shape[0]
+    if other := {len(state) for each in states.values() for state in each.values()} - {rows}:
+        raise ValueError(f"{path} has states of {other.pop()} rows and K and V of {rows}. Compute it again.")
+    return seen, pairs, states
+
+
+def _name(part: Part) -> str:
+    return f"{part.layer}.{part.name}"
+
+
+def _sizes(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, str]:
+    """Shape and dtype of tensors, as a file has them."""
+    return {name: f"{[*tensors[name].shape]} {tensors[name].dtype}" for name in names}
+
+
+def _states(
+    path: str | Path, meta: dict[str, str], tensors: dict[str, torch.Tensor], kinds: Sequence[hf.Kind]
+) -> dict[int, dict[str, torch.Tensor]]:
+    """The states of each layer that has some, by their names. Raises ValueError unless they are those that were written."""
+    found = sorted(name for name in tensors if re.fullmatch(r"\d+\.(conv|recurrent)\.\d+", name))
+    held: dict[int, dict[str, torch.Tensor]] = {index: {} for index, kind in enumerate(kinds) if kind.states}
+    for name in found:
+        index, _, state = name.partition(".")
+        held.setdefault(int(index), {})[state] = tensors[name]
+    now, then = {*_sizes(tensors, found).items()}, meta.get("states", "{}")
+    if then != json.dumps(dict(sorted(now))) or [*held] != [index for index, kind in enumerate(kinds) if kind.states]:
+        raise ValueError(
+            f"{path} needs the recurrent states of each layer with the shapes and dtypes that were saved: {then:.200}; it has "
+            f"{dict(sorted(now))!s:.200}. Compute it again."
+        )
+    return held
 
 
 def _counts(seen: int, layers: int) -> str:
@@ -144,7 +188,7 @@ def _describe(model: ModelOrConfig) -> str:
 
 
 def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) -> None:
-    if meta.get("format") != FORMAT:
+    if meta.get("format") not in READ:
         raise ValueError(f"{path} has format {meta.get('format')!r}, and this version reads {FORMAT!r}. Compute it again.")
     try:
         saved = json.loads(meta.get("config", ""))
@@ -161,11 +205,12 @@ def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) ->
             )
 
 
-def _check_states(path: str | Path, states: list[Pair], least: list[int], seen: int, model: ModelOrConfig) -> None:
+def _check_pairs(path: str | Path, pairs: dict[int, Pair], least: list[int], seen: int, model: ModelOrConfig) -> None:
     """Raise ValueError unless K and V are as the configuration and `seen` say, in all layers with the rows and dtypes of the
     first. least: the number of tokens that each layer keeps of so many."""
-    rows, dtypes, shapes = states[0][0].shape[:1], [x.dtype for x in states[0]], _shapes(model)
-    for index, (keys, values) in enumerate(states):
+    first = min(pairs)
+    rows, dtypes, shapes = pairs[first][0].shape[:1], [x.dtype for x in pairs[first]], _shapes(model)
+    for index, (keys, values) in pairs.items():
         right = keys.dim() == values.dim() == 4 and 0 not in keys.shape[:2] and keys.shape[:3] == values.shape[:3]
         right = (
             right and keys.shape[:1] == rows and [keys.dtype, values.dtype] == dtypes and least[index] <= keys.shape[2] <= seen
@@ -174,7 +219,7 @@ def _check_states(path: str | Path, states: list[Pair], least: list[int], seen: 
             sizes = "" if shapes is None else ", of {} KV heads, a key of {} and a value of {}".format(*shapes[index])
             raise ValueError(
                 f"{path} has keys {tuple(keys.shape)} in {keys.dtype} and values {tuple(values.shape)} in {values.dtype} in "
-                f"layer {index}, and needs (rows, KV heads, tokens, width){sizes}, with the rows and dtypes of layer 0 and "
+                f"layer {index}, and needs (rows, KV heads, tokens, width){sizes}, with the rows and dtypes of layer {first} and "
                 f"{least[index]} to {seen} tokens. Compute it again."
             )
     dtype, held = getattr(model, "dtype", None), " and ".join(sorted(map(str, {*dtypes})))

@@ -20,7 +20,7 @@ class PreallocatedStorage(Storage):
 
     takes_many = takes_prompts = takes_packed = True
     kv_dtype: str | None = None  # of K and V in 8 bits
-    layers: list[Layer]
+    layers: list[Any]
 
     @property
     def most_tokens(self) -> int:  # type: ignore[override]
@@ -28,6 +28,7 @@ class PreallocatedStorage(Storage):
         return SLACK if any(track.kind.window is not None for track in self.tracks) else 1 << 62
 
     def __init__(self, kinds: Sequence[Kind], capacity: int, growable: bool = True):
+        self.kinds = tuple(kinds)
         tracks = {kind: self.make_track(kind, capacity, growable) for kind in dict.fromkeys(kinds)}
         self.tracks = [*tracks.values()]
         self.layers = [self.make_layer(index, tracks[kind]) for index, kind in enumerate(kinds)]
@@ -51,13 +52,18 @@ class PreallocatedStorage(Storage):
             track.storage = weakref.ref(self)
 
     @property
+    def counted(self) -> list[Layer]:
+        """The layers that have K and V, and count tokens."""
+        return self.layers
+
+    @property
     def rows(self) -> int | None:
-        return next((layer.batch_size for layer in self.layers if layer.is_initialized), None)
+        return next((layer.batch_size for layer in self.counted if layer.is_initialized), None)
 
     @property
     def seen(self) -> int:
         """Number of tokens in the layers that hold the most."""
-        return max(layer.seen for layer in self.layers)
+        return max(layer.seen for layer in self.counted)
 
     @property
     def used(self) -> bool:
@@ -92,7 +98,7 @@ class PreallocatedStorage(Storage):
         from ..kernels.decode import reorder as kernel
 
         groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-        for layer in self.layers:
+        for layer in self.counted:
             movable = layer.movable()
             if layer.slots is None or layer.batch_size != len(index) or not all(kernel.fits(x) for x, _ in movable):
                 layer.select(index)
@@ -109,14 +115,14 @@ class PreallocatedStorage(Storage):
             kernel.reorder(table, buffers[0], live, index.to(buffers[0].device))
 
     def select(self, indices: torch.Tensor) -> None:
-        for layer in self.layers:
+        for layer in self.counted:
             layer.select(indices)
 
     def crop(self, tokens: int) -> None:
-        for layer in self.layers:
+        for layer in self.counted:
             if reason := layer.why_not_crop(tokens):
                 raise ValueError(reason)
-        for layer in self.layers:
+        for layer in self.counted:
             layer.seen = max(0, layer.seen - tokens)
             layer.track.stale = True
 
@@ -133,7 +139,7 @@ class PreallocatedStorage(Storage):
             return
         self.check()
         seen = self.seen
-        running = [layer for layer in self.layers if layer.seen == seen and layer.is_initialized]
+        running = [layer for layer in self.counted if layer.seen == seen and layer.is_initialized]
         self.running = tuple(layer.index for layer in running)
         for track in self.tracks:
             mine = [layer for layer in running if layer.track is track]
@@ -157,8 +163,8 @@ class PreallocatedStorage(Storage):
                 track.counts.add_(1)
 
     def advance(self, tokens: int = 1) -> None:
-        whole = len(self.running) == len(self.layers)
-        for layer in self.layers if whole else [self.layers[index] for index in self.running]:
+        layers = self.counted
+        for layer in layers if len(self.running) == len(layers) else [self.layers[index] for index in self.running]:
             layer.seen += tokens
         for track in self.tracks:
             if track.running:

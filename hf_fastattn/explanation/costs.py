@@ -137,6 +137,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     try:
         kinds = hf.layer_kinds(model.config)
+        hf.refuse_states(model.config, "It needs", "Measure it instead: benchmarks/generate.py.")
     except ValueError as error:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
     dtype = find_dtype(dtype) if dtype is not None else model.dtype

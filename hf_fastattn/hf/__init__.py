@@ -24,6 +24,7 @@ from transformers import PreTrainedModel as PreTrainedModel
 from transformers import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.cache_utils import Cache as Cache
 from transformers.cache_utils import CacheLayerMixin as CacheLayerMixin
+from transformers.cache_utils import LinearAttentionLayer as LinearAttentionLayer
 from transformers.masking_utils import causal_mask_function as causal_mask_function
 
 if TYPE_CHECKING:  # the import takes time

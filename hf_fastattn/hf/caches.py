@@ -11,7 +11,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Any, Literal
 
-from transformers import PreTrainedConfig, __version__
+from transformers import PreTrainedConfig, __version__, cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .source import modeling_source
@@ -27,30 +27,51 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
     return next((arguments[name] for name in CACHES if name in arguments), None)
 
 
+class NoLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]  # Transformers has one from 5.19 on
+    """What a cache holds for a layer without a cache."""
+
+    keys = values = None
+    is_compileable, is_croppable, is_initialized = False, True, True
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+    def activate_past_recording(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a layer keeps: K and V of all tokens ("full") or of a sliding window ("window"), a recurrent state in place of them
     ("state") or besides them ("both"), or nothing ("none").
 
-    window: number of tokens that a query sees, itself included; None if it sees all of them.
+    window: number of tokens that a query sees, itself included; None if it sees all of them. states: how many convolutions, and
+    recurrences, the state may have.
     """
 
     name: Literal["full", "window", "state", "both", "none"]
     window: int | None = None
+    states: int = 0
+
+    @property
+    def has_kv(self) -> bool:
+        return self.name not in ("state", "none")
 
     def sees(self, tokens: int) -> int:
         """How many of `tokens` earlier tokens a query sees, whose K and V the layer keeps."""
-        if self.name in ("state", "none"):
+        if not self.has_kv:
             return 0
         return tokens if self.window is None else min(tokens, self.window - 1)
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[Kind, ...]:
-    """The kind of each layer: full, or of a sliding window.
+    """The kind of each layer.
 
-    The masks that the code of the models requests decide. A window of the configuration that they do not have is reported once,
-    as a warning. Raises ValueError for configs with other kinds of layers (linear attention, chunks, K/V shared between layers),
-    for a window that is no number of tokens, and for models that add layers to their cache.
+    The masks that the code of the models requests decide about a window. A window of the configuration that they do not have is
+    reported once, as a warning. A layer without a cache, or that reads K and V of an earlier layer, is of kind "none". Raises
+    ValueError for configs with other kinds of layers (chunks, latent or sparse attention), for a window that is no number of
+    tokens, for models without attention, and for models that add layers to their cache.
     """
     text = config.get_text_config(decoder=True)
     config_class: type = type(text)
@@ -65,11 +86,19 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[Kind, ...]:
     if getattr(text, "layer_types", None) is None:
         stock = getattr(text, "layers_block_type", stock)  # the name in RecurrentGemma, 5.17
     stock = stock[: text.num_hidden_layers]  # early exit lowers only num_hidden_layers
+    missing = text.num_hidden_layers - len(stock)
+    if missing == getattr(text, "num_kv_shared_layers", None):  # before 5.19 layers that read K and V of others are not listed
+        stock, options = [*stock, *["dummy"] * missing], [*options, *[{}] * missing]
     types = [_masked(text, kind) for kind in stock]
-    others = sorted(set(types) - {FULL, SLIDING})
-    if others or len(types) != text.num_hidden_layers:
-        kinds = ", ".join(others) or "layers that share K/V"
-        raise ValueError(f"These caches hold full and sliding attention layers, and {name} has {kinds}; {OTHERS}.")
+    others = sorted(set(types) - {FULL, SLIDING, *_STATES, *_NONE})
+    if others or len(types) != text.num_hidden_layers or not {FULL, SLIDING, *_BOTH}.intersection(types):
+        kinds = ", ".join(others or sorted(set(types))) or "none of these"
+        raise ValueError(
+            f"These caches hold full, sliding and linear attention layers, at least one of them with K and V, and {name} has "
+            f"{kinds}; {OTHERS}."
+        )
+    if set(_STATES).intersection(types) and not _UPDATES.search(modeling_source(config_class)):
+        raise ValueError(f"{name} keeps its recurrent states outside of a cache of Transformers, or replaces them; {OTHERS}.")
     unread = {_SIZES[was] for was, now in zip(stock, types, strict=True) if now == FULL != was}
     for field in sorted(unread):
         if (size := getattr(text, field, None)) is None:
@@ -84,11 +113,31 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[Kind, ...]:
             )
         warn_once(said)
     own = getattr(text, "sliding_window", None) if SLIDING in types else None
-    windows = [each.get("sliding_window", own) if now == SLIDING else None for now, each in zip(types, options, strict=False)]
-    for now, window in zip(types, windows, strict=True):
-        if now == SLIDING:
-            check_window(window)
-    return tuple(Kind("full") if window is None else Kind("window", window) for window in windows)
+    return tuple(_kind(now, each, own) for now, each in zip(types, options, strict=False))
+
+
+def _kind(name: str, options: Mapping[str, Any], window: int | None) -> Kind:
+    """The kind of a layer. name, options: of Transformers. window: that of a sliding layer without one of its own."""
+    if name in _NONE:
+        return Kind("none")
+    own = options.get("sliding_window", window) if name in (SLIDING, _BOTH[1]) else None
+    if name in (SLIDING, _BOTH[1]):
+        check_window(own)
+    if name in _STATES:
+        return Kind("both" if name in _BOTH else "state", own, options.get("number_of_states", 1))
+    return Kind("full") if own is None else Kind("window", own)
+
+
+def refuse_states(config: PreTrainedConfig, what: str, remedy: str) -> None:
+    """Raise ValueError for a model with layers of other kinds than full and window. what: needs these. remedy: a sentence."""
+    held = {
+        "state": "recurrent states",
+        "both": "recurrent states besides K and V",
+        "none": "layers without K and V of their own",
+    }
+    if others := sorted({kind.name for kind in layer_kinds(config)} - {"full", "window"}):
+        has = " and ".join(held[other] for other in others)
+        raise ValueError(f"{what} layers that all have K and V, and {type(config).__name__} has {has}. {remedy}")
 
 
 def check_window(window: object) -> None:
@@ -130,6 +179,10 @@ def why_unknown_masks(config: PreTrainedConfig) -> str | None:
 
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+_BOTH = "hybrid", "hybrid_sliding"
+_STATES = "linear_attention", "conv", *_BOTH
+_NONE = "dummy", "moe", "mlp"
+_UPDATES = re.compile(r"\.update_(conv|recurrent)_state\(")
 _SIZES = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 _FUNCTIONS = {SLIDING: "create_sliding_window_causal_mask", CHUNKED: "create_chunked_causal_mask"}
 _BY_CONFIG = "create_masks_for_generate"

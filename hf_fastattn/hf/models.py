@@ -59,6 +59,13 @@ def device_of(model: PreTrainedModel) -> torch.device:
     return model.device
 
 
+def layer_devices(model: object) -> dict[int, torch.device]:
+    """The devices of the layers of a model with a cache, by their index; empty for a configuration."""
+    parts = model.modules() if isinstance(model, PreTrainedModel) else ()
+    held = {getattr(part, "layer_idx", None): next(part.parameters(), None) for part in parts}
+    return {index: first.device for index, first in held.items() if isinstance(index, int) and first is not None}
+
+
 def sharer(model: PreTrainedModel) -> str | None:
     """The class of another model in memory that shares a part with attention with this one, or None.
 

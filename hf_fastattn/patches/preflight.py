@@ -184,6 +184,7 @@ def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str)
         return None
     if kv_sharding != "sequence":
         raise ValueError(f'kv_sharding must be "heads" or "sequence"; got {kv_sharding!r}.')
+    hf.refuse_states(model.config, 'kv_sharding="sequence" needs', "Leave out kv_sharding=.")
     name, mesh = type(model).__name__, hf.tensor_parallel_mesh(model)
     if mesh is None:
         raise ValueError(
@@ -205,7 +206,10 @@ def which_kinds(
     if cache is None:
         return None
     try:
-        return _kinds(model)
+        kinds = _kinds(model)
+        if cache == "rolling":
+            hf.refuse_states(model.config, "A rolling cache needs", 'hf_fastattn.patch(model, "lean") runs it.')
+        return kinds
     except ValueError as error:
         raise ValueError(f"{error}{_remedy(model, backend, streaming)}") from None
 

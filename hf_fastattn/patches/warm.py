@@ -88,6 +88,7 @@ class Recipe(NamedTuple):
                 "The kernels of a model are known ahead with a preallocated cache and on one rank. Those of another are compiled "
                 "at their first launch; leave this call out."
             )
+        hf.refuse_states(model.config, "Kernels are known ahead for models with", "Leave this call out.")
         page = job.SIZE if batch is True else int(batch)
         if page and page not in job.SIZES:
             raise ValueError(f"batch must be True or the tokens of a page, one of {job.SIZES}; got {batch!r}.")

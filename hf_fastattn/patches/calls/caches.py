@@ -91,10 +91,10 @@ class CallCaches:
         """Whether it is a cache of the caller that has allocated nothing, and may have the storage of another one."""
         if type(cache) is not PreallocatedCache or self.type is not PreallocatedCache or cache.storage.serial:
             return False
-        layers = cache.storage.layers
-        new = not any(layer.is_initialized or layer.pending or layer.seen for layer in layers)
-        new = new and cache.storage.kv_dtype == self.kv_dtype
-        return new and all(layer.track.growable for layer in layers) and tuple(x.track.kind for x in layers) == self.kinds
+        storage = cache.storage
+        new = not storage.memory() and not any(layer.pending or layer.seen for layer in storage.counted)
+        new = new and storage.kv_dtype == self.kv_dtype
+        return new and all(track.growable for track in storage.tracks) and storage.kinds == self.kinds
 
     def make_ready(
         self,
@@ -113,7 +113,7 @@ class CallCaches:
                 "it belongs to another model."
             )
         if self.is_new(cache):
-            asked = max(layer.track.capacity for layer in cache.storage.layers)
+            asked = max(track.capacity for track in cache.storage.tracks)
             self.pool.adopt(cache, rows, max(asked, tokens), among)
         cache.check_rows(rows)
         seen = cache.get_seq_length()

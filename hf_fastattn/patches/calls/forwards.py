@@ -199,7 +199,7 @@ class Forwards:
         self.present.forget()
         cache = hf.cache_in(given)
         before = tokens_in(cache) if isinstance(cache, StoredCache) else -1
-        output = self._unpadded(cache, given) if prompt and not before else None
+        output = self._unpadded(cache, given) if prompt and not (before or cache.storage.seen) else None  # seen: of a file
         if output is None:
             output = self.run(**given)
         self.added = not isinstance(cache, StoredCache) or tokens_in(cache) > before

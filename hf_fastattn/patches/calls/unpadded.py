@@ -20,6 +20,7 @@ from ... import hf, registry
 from ...attention import step as steps
 from ...attention.step import Packed, Unpackable
 from ...caches import forward as caches
+from ...caches.states import HybridStorage
 from ...caches.stored import StoredCache
 from ...hf.packages import is_trusted
 from ..graphs.entry import KEEP
@@ -36,6 +37,8 @@ def why_padded(model: hf.PreTrainedModel, cache: StoredCache, given: dict[str, A
     name, config = model.config._attn_implementation, model.config.get_text_config(decoder=True)
     if name not in registry.names() or not registry.get(name).packed or registry.get(name).invariant:
         return f"attn_implementation={name!r} does not read prompts as one row"
+    if isinstance(cache.storage, HybridStorage) and not cache.storage.takes_packed:
+        return "recurrent states take one row for each prompt"
     if not cache.storage.takes_packed:
         return f"a {type(cache).__name__} takes one row for each prompt"
     if (other := next((n for n, x in given.items() if n not in TENSORS and has_tensors(x)), None)) is not None:

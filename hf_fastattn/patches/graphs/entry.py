@@ -82,6 +82,7 @@ class Entry:
         self.live: torch.Tensor | None = None  # bool (rows, capacity): the mask, padded with False
         self.width = 0  # columns of the mask
         self.masks: dict[str, torch.Tensor] = {}
+        self.unmasked: list[str] = []  # kinds of layers that get None as their mask
         self.count = len(inputs)
         self.index: torch.Tensor | None = None  # int64 (1,): the last token that is not padding, if a forward takes its index
         for name, value in inputs.items():
@@ -98,9 +99,12 @@ class Entry:
             elif isinstance(value, _SCALARS):
                 self.constants[name] = value
             elif (
-                name == "attention_mask" and isinstance(value, dict) and all(isinstance(v, torch.Tensor) for v in value.values())
+                name == "attention_mask"
+                and isinstance(value, dict)
+                and all(isinstance(v, torch.Tensor | None) for v in value.values())
             ):
-                self.masks = {kind: _like(mask) for kind, mask in value.items()}
+                self.masks = {kind: _like(mask) for kind, mask in value.items() if mask is not None}
+                self.unmasked = [kind for kind, mask in value.items() if mask is None]
             else:
                 self.refused = f"its argument {name} is a {type(value).__name__}"
         if self.constants.get("output_hidden_states") or self.constants.get("output_attentions"):
@@ -109,7 +113,7 @@ class Entry:
     @property
     def kind(self) -> Kind:
         """What steps have in common that are rehearsed alike: their arguments, and whether they have several tokens."""
-        masks = self.live is not None, *self.masks
+        masks = self.live is not None, *self.masks, None, *self.unmasked
         return self.around, self.variant, self.tokens > 1, self.last, masks, *self.constants.items(), *self.tensors
 
     @property
@@ -156,11 +160,10 @@ class Entry:
                 return False
         if self.live is not None:
             return grows(inputs.get("attention_mask"))
-        if self.masks:
+        if self.masks or self.unmasked:
             masks = inputs.get("attention_mask")
-            return isinstance(masks, dict) and all(
-                kind in masks and masks[kind].shape == mask.shape for kind, mask in self.masks.items()
-            )
+            shapes = {kind: mask.shape for kind, mask in self.masks.items()} | dict.fromkeys(self.unmasked)
+            return isinstance(masks, dict) and {kind: getattr(mask, "shape", None) for kind, mask in masks.items()} == shapes
         return True
 
     def grown(self, inputs: Inputs) -> str | None:
@@ -199,8 +202,8 @@ class Entry:
         static: Inputs = {**self.constants, **self.tensors}
         if self.index is not None:
             static[KEEP] = self.index if self.last else 0
-        if self.masks:
-            static["attention_mask"] = self.masks
+        if self.masks or self.unmasked:
+            static["attention_mask"] = {**self.masks, **dict.fromkeys(self.unmasked)}
         if self.live is not None:
             static["attention_mask"] = self.live
         self.rotaries = hf.longropes_in(model)
