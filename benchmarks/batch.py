@@ -14,6 +14,8 @@ alone, than twice what stock generate() has in the same rows, plus 4 eps of the 
 from __future__ import annotations
 
 import argparse
+import math
+import random
 import statistics
 import time
 
@@ -35,8 +37,8 @@ JUDGED = 512  # tokens of the longest of them
 
 def log_normal(count: int, mean: float, sigma: float, most: int) -> list[int]:
     """Lengths whose logarithms are normal, in a fixed random order."""
-    drawn = torch.randn(count, generator=torch.Generator().manual_seed(48), dtype=torch.float64) * sigma
-    return [int(min(most, max(1, round(mean * float(each.exp()) / 2.718281828 ** (sigma**2 / 2))))) for each in drawn]
+    drawn = random.Random(48)
+    return [min(most, max(1, round(drawn.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
 
 
 # name: lengths of the prompts, samples of each, new tokens of each, every how many-th request stock methods get

@@ -256,7 +256,7 @@ def test_sizes_are_captured_after_a_reply(llama, monkeypatch):
 
 def test_warm_captures_all_sizes(llama, monkeypatch):
     monkeypatch.setattr(ahead, "warm_up", lambda *_: "")
-    monkeypatch.setattr(warm.Recipe, "of", lambda *_: None)
+    monkeypatch.setattr(warm.Recipe, "of", lambda *_, **__: None)
     with hf_fastattn.patch(llama) as patch:
         patch.warm(rows=(1, 2), graphs=True)
         assert sizes(patch) == {1, 256} and patch.captures == 4  # the largest that fits reads smaller ones as fast

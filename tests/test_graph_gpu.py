@@ -121,7 +121,8 @@ def test_prompts_and_messages(name, padding, monkeypatch):
     with hf_fastattn.patch(model) as patch:
         for text, want in zip(texts, expected, strict=True):
             assert torch.equal(generate(model, text), want)
-        assert patch.captures == 2 and patch.replays == 3 + 5 * (NEW - 1) - 1 and not patch.reasons
+        # The graph of the prompts is captured after the first reply, if there is time, or before the third first token.
+        assert patch.captures == 2 and 0 <= patch.replays - (3 + 5 * (NEW - 1) - 1) <= 1 and not patch.reasons
 
 
 @pytest.mark.parametrize("rows", [1, 3])  # one row: its linear layers run our kernel
@@ -235,7 +236,7 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
         monkeypatch.undo()
         for _ in range(2):
             assert torch.equal(generate(llama, inputs), expected)
-        assert patch.captures == 1
+        assert patch.captures in (1, 2)  # of prompts too, if there is time after a reply
 
 
 def test_undo_frees_the_memory(llama):

@@ -65,7 +65,7 @@ def _sizes(forwards: Forwards) -> tuple[int, ...]:
         return ()
     masked = storage is not forwards.unmasked and given.get("attention_mask") is not None
     there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
-    most = min(most_tokens(storage, rows, forwards.most), nearest(min(storage.capacity, SIZES[-1])))
+    most = min(most_tokens(storage, rows, forwards.most), nearest(min(storage.capacity, policy.NEAREST[-1])))
     asked = graphs.asked[storage]
     chosen = {size for size in (SIZES if graphs.everything else forwards.wanted) if asked.get(size, 0) >= 0}
     return tuple(policy.wanted(forwards.cost, rows, seen, chosen, there, most))

@@ -284,9 +284,9 @@ class Reader:
             parts = [self.tensor(getattr(tensor, name)) for name in names]
             return type(tensor), tensor.shape, tensor.dtype, *parts, self.value(context)
         self.tensors.append(tensor)
-        self.devices.add(tensor.device)
         if self.on_gpu and not tensor.shape and tensor.device.type == "cpu":
             return tensor.data_ptr(), tensor.dtype, tensor.item()  # a launch takes its value, not its address
+        self.devices.add(tensor.device)
         try:
             pointer = tensor.data_ptr()
         except (RuntimeError, NotImplementedError):
