@@ -70,7 +70,7 @@ class Path:
         if not hf.is_trusted(name) and not _is_generated(name, frame.f_back):
             own.append(f"{code.co_qualname}() of {name or 'generated code, as of torch.compile'}")
             return
-        if hf.is_of_python(name):  # whose files hold what it counts (the filters of warnings)
+        if name == __name__ or hf.is_of_python(name):  # whose files hold what it counts (the filters of warnings)
             return
         self._codes.add(code)
         _, names, attributes = self._files.setdefault(id(frame.f_globals), (frame.f_globals, set(), set()))
