@@ -8,7 +8,6 @@ import torch
 
 from .. import context_parallel, hf
 from ..kernels import eight_bits, reference
-from ..kernels.biased import biased
 from ..kernels.spec import Spec
 from . import masks
 from . import step as steps
@@ -32,7 +31,10 @@ def attend(
         rows = steps.ragged()
         if rows is not None and rows.shared is not None:
             return rows.attend(backend.attend, q, kv, spec, mask, sink_logits=sink_logits)
-        kv = kv if key_bias is None else biased(kv, key_bias)
+        if key_bias is not None:
+            from ..kernels.biased import biased  # with Triton
+
+            kv = biased(kv, key_bias)
         run = context_parallel.over_shares(backend.attend) if isinstance(k, context_parallel.Share) else backend.attend
         return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
     k, v = eight_bits.widened(kv, q.dtype).plain()

@@ -16,7 +16,6 @@ from .. import hf, registry
 from ..attention.step import EAGER, Step
 from ..hf import Kind
 from ..kernels import eight_bits
-from ..kernels.decode.append import append
 from ..kernels.spec import KV
 from . import states
 from .buffers import UNKNOWN, Pair, Part, describe, layout, refuse_gradient, selected
@@ -103,6 +102,8 @@ class ByteLayer(Layer):
             held = self.kv
             if [*map(layout, held)] != [layout(key_states), layout(value_states)]:
                 raise RuntimeError(f"layer {self.index} holds K and V of {describe(*held)}")
+            from ..kernels.decode.append import append  # with Triton
+
             kv = self.stored(track.capacity)
             append(kv, key_states, value_states, track.counts[:1])
             return self._given(kv, step)
@@ -111,6 +112,8 @@ class ByteLayer(Layer):
         self.make_room(q_len)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        from ..kernels.decode.append import append
+
         track.stale = True
         first, whole = self.seen == 0, self.stored(track.capacity)
         if first:

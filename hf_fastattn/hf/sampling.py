@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process
 
-from ..kernels.decode import sample
+if TYPE_CHECKING:
+    from ..kernels.decode import sample
 
 __all__ = ["Sampling", "drawing", "needs_only_tokens"]
 
@@ -41,13 +42,16 @@ class Sampling(LogitsProcessorList):
 
     def __init__(self, processors: Sequence[Any]):
         super().__init__(processors)
+        from ..kernels.decode import sample  # with Triton
+
+        self.takes = sample.takes
         self.sampler = sample.Sampler()
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         first, settings = split(self)
         scores = LogitsProcessorList(self[:first])(input_ids, scores, **kwargs)
         last = LogitsProcessorList(self[first:])
-        if not sample.takes(scores):
+        if not self.takes(scores):
             return last(input_ids, scores, **kwargs)
         return Undrawn(lambda: self.sampler(scores, settings), lambda: last(input_ids, scores))
 
@@ -76,6 +80,8 @@ class Undrawn:
 
 def split(processors: Sequence[Any]) -> tuple[int, sample.Settings]:
     """(the number of the first processors that run as they are, what the others do)."""
+    from ..kernels.decode import sample
+
     first, place, found = len(processors), len(_ORDER), {}
     while first:
         last = processors[first - 1]

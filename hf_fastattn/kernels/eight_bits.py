@@ -14,13 +14,14 @@ Rounds: K and V when they are stored, queries and P to fp16 in the kernels.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from .checks import DTYPES
 from .host.gpu import HAS_TRITON
-from .spec import KV, Form
+from .spec import KV, Form, is_plain
 
 __all__ = ["KV_DTYPES", "eight_bits", "empty", "widened"]
 
@@ -37,7 +38,7 @@ def eight_bits(k: torch.Tensor, v: torch.Tensor, scales: torch.Tensor, centre: t
     slots: all bits are K's scale in float32, and the lower half is V's in bfloat16. centre: (batch, num_kv_heads, head_dim),
     contiguous, in the dtype that K and V have as plain tensors. Raises ValueError or TypeError.
     """
-    kv = KV(k, v, FORMS[kv_dtype], scales, centre)
+    kv = KV(k, v, forms()[kv_dtype], scales, centre)
     _check_layout(kv)
     return kv
 
@@ -50,7 +51,7 @@ def empty(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
 
 def widened(kv: KV, dtype: torch.dtype) -> KV:
     """The same K and V as plain tensors of this dtype if they are in 8 bits; else kv itself."""
-    return KV(*_unpack(kv, dtype)) if kv.form in FORMS.values() else kv
+    return KV(*_unpack(kv, dtype)) if not is_plain(kv.form) and kv.form in forms().values() else kv
 
 
 def _scales(kv: KV) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +64,7 @@ def _unpack(kv: KV, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, t
     assert kv.centre is not None
     found: list[torch.Tensor] = []
     for codes, scale in zip((kv.k, kv.v), _scales(kv), strict=True):
-        x = codes.view(torch.float8_e4m3fn).float() if kv.form is FORMS["fp8"] else codes.float() - 128
+        x = codes.view(torch.float8_e4m3fn).float() if kv.form is forms()["fp8"] else codes.float() - 128
         x.mul_(scale)
         found.append((x if found else x.add_(kv.centre[:, :, None])).to(dtype))
     return found[0], found[1]
@@ -71,7 +72,7 @@ def _unpack(kv: KV, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, t
 
 def _pack(kv: KV, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
     assert kv.centre is not None and kv.scales is not None
-    name = next(name for name, form in FORMS.items() if form is kv.form)
+    name = next(name for name, form in forms().items() if form is kv.form)
     both = k.float() - kv.centre[:, :, None].float(), v.float()
     of_k, of_v = (_scale_bits(x, _TOP[name]) for x in both)
     scales = (of_k << 16) | of_v
@@ -135,28 +136,29 @@ def bytes_per_token(k: torch.Tensor, v: torch.Tensor) -> int:
     return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3] + 4)
 
 
-_DEVICE: dict[str, tuple[Any, Any]] = dict.fromkeys(KV_DTYPES, (object(), object()))  # a load and a store
-_QUERIES: Any = None
-_WEIGHTS: Any = None
-if HAS_TRITON:
-    from .device import eight_bits as device
+@cache
+def forms() -> dict[str, Form]:
+    """The form of each of KV_DTYPES. The first call imports Triton."""
+    functions: dict[str, tuple[Any, Any]] = dict.fromkeys(KV_DTYPES, (object(), object()))  # a load and a store
+    queries = weights = None
+    if HAS_TRITON:
+        from .device import eight_bits as device
 
-    _DEVICE = {"int8": (device.load_int8, device.store_int8), "fp8": (device.load_fp8, device.store_fp8)}
-    _QUERIES, _WEIGHTS = device.queries, device.weights
-
-FORMS = {
-    name: Form(
-        name,
-        load_k=load,
-        load_v=load,
-        unpack=_unpack,
-        check=_check,
-        store=store,
-        pack=_pack,
-        bytes_per_token=bytes_per_token,
-        queries=_QUERIES,
-        weights=_WEIGHTS,
-        parts=2,
-    )
-    for name, (load, store) in _DEVICE.items()
-}
+        functions = {"int8": (device.load_int8, device.store_int8), "fp8": (device.load_fp8, device.store_fp8)}
+        queries, weights = device.queries, device.weights
+    return {
+        name: Form(
+            name,
+            load_k=load,
+            load_v=load,
+            unpack=_unpack,
+            check=_check,
+            store=store,
+            pack=_pack,
+            bytes_per_token=bytes_per_token,
+            queries=queries,
+            weights=weights,
+            parts=2,
+        )
+        for name, (load, store) in functions.items()
+    }

@@ -26,8 +26,6 @@ from ..caches.layers import SLACK, round_up
 from ..caches.paged import PagedCache, PagedStorage, windows_of
 from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
-from ..kernels.biased import BIASED, biased
-from ..kernels.decode.sample import Sampler, Settings
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
@@ -163,6 +161,8 @@ def listed(
                 run(point)
             if recipe.fuse:
                 scores = torch.empty(1, model.get_output_embeddings().weight.shape[0], device="meta")
+                from ..kernels.decode.sample import Sampler, Settings  # with Triton
+
                 Sampler()(scores, Settings())
             ends.append(len(found))
         # Point of a forward; the rows, the tokens before and the tokens with which its attention runs again.
@@ -281,6 +281,8 @@ class _Template(NamedTuple):
             spans, spec = q.new_empty(1, 1, 2, WORDS + tokens, dtype=torch.int32), spec._replace(causal=False)
         if self.kv.form.bias is not None:
             bias: Any = self.kv.scales
+            from ..kernels.biased import BIASED, biased
+
             kv = biased(kv, _like(bias, {0: rows if self.kv.form is BIASED else 1, 2: kv_len}))
         registry.get(self.backend).attend(q, kv, spec, spans, **self.options)
 
