@@ -26,6 +26,7 @@ from .policy import several
 from .state import Uncapturable, read
 from .undo import Mark, Written, undo
 
+_DIFFERS = "its graph does not compute what the step computes, as a kernel is launched on another stream"
 _DRAWS = "a step of several tokens draws random numbers, and some of its tokens may be padding"
 
 
@@ -54,46 +55,50 @@ class Recorder:
 
     def _first(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:
         """A step that is rehearsed or captured."""
-        graphs, mark = self.graphs, None
+        graphs, at_once, expected = self.graphs, entry.rehearsal is None, None
         body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
-        if entry.rehearsal is None:
+        if at_once:
             self._check_positions(entry, storage)
             if self.must_rehearse(entry):
                 return entry.kept(self._examined(entry, body).logits, inputs)
-            mark = Mark(storage, entry.device)
-        new = graph.new_graph(entry.device, graphs.shared)
-        held = references(storage)
-        if mark is not None:
-            try:
-                outputs = self._examined(entry, body, new)
-            except Uncapturable as error:
-                if "no memory" in str(error):
-                    raise
-                # It may hold for this number of tokens alone, or the driver loads no kernel during a capture.
-                graphs.captures_at_once = False
+        elif verify.needed(self.model):
+            expected = self._from_python(entry, body, storage, inputs)
+        new, held, mark = graph.new_graph(entry.device, graphs.shared), references(storage), Mark(storage, entry.device)
+        if at_once:
+            outputs = self._at_once(entry, body, new)
+            if outputs is None:
                 undo(storage, mark)
                 storage.sync(entry.device, *several(inputs["input_ids"]))
                 return entry.kept(self._examined(entry, body).logits, inputs)
-            expected = None
         else:
-            expected = self._from_python(entry, body, storage, inputs) if verify.needed(self.model) else None
             outputs = graphs.ranks.attempt(new.capture, body, communicates=False)
         assert entry.rehearsal is not None
         entry.logits, entry.others = outputs.logits, {name: outputs[name] for name in entry.rehearsal.others}
         del outputs  # with its cache, which refers to the storage
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
-        storage.recorded += holds
+        storage.recorded += holds  # in a line of its own, which would be a reference
         logits = _replay(entry, new, inputs)
-        wrong = expected is not None and verify.differs(logits, expected)
-        reason = "its graph does not compute what the step computes, as a kernel is launched on another stream" if wrong else None
-        if expected is not None and (reason := graphs.ranks.refusal(reason)) is not None:
-            raise Uncapturable(reason)
-        if mark is not None and entry.tokens > 1 and not torch.equal(mark.generator.get_state(), mark.random):
+        if expected is not None:
+            wrong = _DIFFERS if verify.differs(logits, expected) else None
+            if (reason := graphs.ranks.refusal(wrong)) is not None:
+                raise Uncapturable(reason)
+        if at_once and entry.tokens > 1 and not torch.equal(mark.generator.get_state(), mark.random):
             raise Uncapturable(_DRAWS)
         entry.graph = new
         graphs.captures += 1
         graphs.replays += 1
         return logits
+
+    def _at_once(self, entry: Entry, body: Callable[[], Any], new: Graph) -> Any:
+        """The output of a step that `new` captures without a rehearsal; None if it cannot, and has run in part."""
+        try:
+            return self._examined(entry, body, new)
+        except Uncapturable as error:
+            if "no memory" in str(error):
+                raise
+            # It may hold for this number of tokens alone, or the driver loads no kernel during a capture.
+            self.graphs.captures_at_once = False
+            return None
 
     def must_rehearse(self, entry: Entry) -> bool:
         """Whether the step runs from Python before it is captured: the first of its kind, or one whose capture is verified."""
