@@ -18,15 +18,16 @@ import math
 import random
 import statistics
 import time
+from functools import partial
 
 import torch
 
 from hf_fastattn.patches import patch
 
 from . import families
-from .models import SHAPES, Subject, dtype_for, load
+from .models import Subject
 from .prompts import geometric
-from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .results import Results, check_names, command, listed
 from .runs import free, make_prompt, synchronize, twin
 
 METHOD = "whole calls, from lists of ids to lists of tokens; medians of the timed calls"
@@ -119,7 +120,7 @@ def shortfall(
     return short, largest
 
 
-def measure(subject: Subject, name: str, rivals: list[str], repeats: int, device: torch.device) -> dict:
+def measure(subject: Subject, name: str, device: torch.device, rivals: list[str], repeats: int) -> dict:
     """The row of one case."""
     lengths, copies, new, part = CASES[name]
     model = subject.model
@@ -159,30 +160,13 @@ def measure(subject: Subject, name: str, rivals: list[str], repeats: int, device
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.batch") -> int:
     """Measure the chosen cases. Returns 0, or 1 if there was no time for one or its tokens are wrong."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
-    cases = [name for name in CASES if name != "tiny"]
-    parser.add_argument("--only", type=listed, default=cases, help=f"of {', '.join(CASES)}; default all but tiny")
     parser.add_argument("--rivals", type=listed, default=[*RIVALS], help=f"of {', '.join(RIVALS)}; default all")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls of each (default: %(default)s)")
-    parser.add_argument("--reserve", type=float, default=120, help="seconds that a case may need (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
-    add_options(parser, seconds=500)
-    args = parser.parse_args(argv)
-    check_names(parser, args.only, CASES, "cases")
+    args = families.read_cases(parser, argv, CASES, reserve=120, seconds=500)
     check_names(parser, args.rivals, RIVALS, "rivals")
-    need_gpu(parser, args, [args.shape])
-    device = find_device(args.device)
-    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "tokens/s"}
-    results = families.begin(parser, args, "batch", command(prog, argv), device, head)
-    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
-    subject = load(args.shape, dtype_for(device), device)
-    for name in progress(args.only, "batch", "case"):
-        if results.left() < args.reserve:
-            results.data["not_run"].append(name)
-            continue
-        add(results, measure(subject, name, args.rivals, args.repeats, device))
-        free(device)
-    return families.end(results)
+    head = {"method": METHOD, "unit": "tokens/s"}
+    run = partial(measure, rivals=args.rivals, repeats=args.repeats)
+    return families.run_cases(parser, args, "batch", command(prog, argv), head, run, add)
 
 
 def add(results: Results, row: dict) -> None:

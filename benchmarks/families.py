@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -23,8 +23,8 @@ from hf_fastattn import model_shapes
 from hf_fastattn.patches import patch
 
 from .grid import pairs, row_lengths
-from .models import COMMON, SHAPES, Subject, dtype_for, of_random_weights, step_bytes
-from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
+from .models import COMMON, SHAPES, Subject, dtype_for, load, of_random_weights, step_bytes
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
 from .runs import Rival, check, free, make_prompt, resumed, run, step_times, twin
 
 READ = {"NVIDIA H200": 4.5e12, "NVIDIA H100 80GB HBM3": 3.1e12}  # bytes that the GPU reads in a second
@@ -215,6 +215,48 @@ def begin(
         results.take_over(parser)
         results.data |= {"failed": [], "not_run": []}
     return results
+
+
+def read_cases(
+    parser: argparse.ArgumentParser, argv: list[str] | None, cases: Iterable[str], *, reserve: float, seconds: float
+) -> argparse.Namespace:
+    """The arguments of a benchmark of named cases, checked: those of the tiny shape run with it alone by default."""
+    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
+    cases = [*cases]
+    help_ = f"of {', '.join(cases)}; default all but those of the tiny shape, and those alone for it"
+    parser.add_argument("--only", type=listed, help=help_)
+    parser.add_argument("--reserve", type=float, default=reserve, help="seconds that a case may need (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
+    add_options(parser, seconds=seconds)
+    args = parser.parse_args(argv)
+    args.only = args.only or [name for name in cases if name.startswith("tiny") == args.shape.startswith("tiny")]
+    check_names(parser, args.only, cases, "cases")
+    need_gpu(parser, args, [args.shape])
+    return args
+
+
+def run_cases(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    name: str,
+    command: str,
+    head: dict,
+    measure: Callable[[Subject, str, torch.device], dict],
+    add: Callable[[Results, dict], object],
+) -> int:
+    """Measure and add the chosen cases. name: of the JSON. Returns 0, or 1 if one failed or there was no time for it."""
+    device = find_device(args.device)
+    head = {"conditions": conditions(device, head.pop("method")), "shape": args.shape, **head}
+    results = begin(parser, args, name, command, device, head)
+    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
+    subject = load(args.shape, dtype_for(device), device)
+    for case in progress(args.only, name.replace("_", " "), "case"):
+        if results.left() < args.reserve:
+            results.data["not_run"].append(case)
+            continue
+        add(results, measure(subject, case, device))
+        free(device)
+    return end(results)
 
 
 def end(results: Results) -> int:

@@ -21,8 +21,8 @@ from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
 
 from . import families
-from .models import SHAPES, Subject, dtype_for, load
-from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .models import Subject
+from .results import Results, command
 from .runs import Prompt, free, make_prompt, run
 
 METHOD = "greedy generate() of one row, in one process; host time to the first token, which the device has finished"
@@ -117,27 +117,9 @@ def measure(subject: Subject, name: str, device: torch.device) -> dict:
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.first_tokens") -> int:
     """Measure the chosen cases. Returns 0, or 1 if there was no time for one."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
-    help_ = f"of {', '.join(CASES)}; default all but those of the tiny shape, and those alone for it"
-    parser.add_argument("--only", type=listed, help=help_)
-    parser.add_argument("--reserve", type=float, default=20, help="seconds that a case may need (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
-    add_options(parser, seconds=250)
-    args = parser.parse_args(argv)
-    args.only = args.only or [name for name in CASES if name.startswith("tiny") == args.shape.startswith("tiny")]
-    check_names(parser, args.only, CASES, "cases")
-    need_gpu(parser, args, [args.shape])
-    device = find_device(args.device)
-    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "ms"}
-    results = families.begin(parser, args, f"first_tokens_{args.shape}", command(prog, argv), device, head)
-    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
-    subject = load(args.shape, dtype_for(device), device)
-    for name in progress(args.only, "first tokens", "case"):
-        if results.left() < args.reserve:
-            results.data["not_run"].append(name)
-            continue
-        add(results, measure(subject, name, device))
-    return families.end(results)
+    args = families.read_cases(parser, argv, CASES, reserve=20, seconds=250)
+    head = {"method": METHOD, "unit": "ms"}
+    return families.run_cases(parser, args, f"first_tokens_{args.shape}", command(prog, argv), head, measure, add)
 
 
 def add(results: Results, row: dict) -> None:

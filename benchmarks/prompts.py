@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -24,8 +25,8 @@ from hf_fastattn.patches import patch
 from hf_fastattn.patches.calls import unpadded
 
 from . import families
-from .models import SHAPES, Subject, dtype_for, load
-from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .models import Subject
+from .results import Results, command
 from .runs import Prompt, Run, free, make_prompt, run, twin
 
 METHOD = "greedy generate() from the prompt on, in one process; under patch() in turn, medians"
@@ -60,7 +61,7 @@ def padded() -> Iterator[None]:
         unpadded.TILE = tile
 
 
-def measure(subject: Subject, name: str, repeats: int, device: torch.device) -> dict:
+def measure(subject: Subject, name: str, device: torch.device, repeats: int) -> dict:
     """The row of one case."""
     lengths, copies, new = CASES[name]
     prompt = make_prompt(lengths, subject.text_config.vocab_size, device)
@@ -126,28 +127,11 @@ def judged(logits: dict[str, torch.Tensor], judge, prompt: Prompt) -> dict:
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.prompts") -> int:
     """Measure the chosen cases. Returns 0, or 1 if there was no time for one or its logits are wrong."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
-    cases = [name for name in CASES if name != "tiny"]
-    parser.add_argument("--only", type=listed, default=cases, help=f"of {', '.join(CASES)}; default all but tiny")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls of each (default: %(default)s)")
-    parser.add_argument("--reserve", type=float, default=60, help="seconds that a case may need (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
-    add_options(parser, seconds=400)
-    args = parser.parse_args(argv)
-    check_names(parser, args.only, CASES, "cases")
-    need_gpu(parser, args, [args.shape])
-    device = find_device(args.device)
-    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "s a call"}
-    results = families.begin(parser, args, "prompts", command(prog, argv), device, head)
-    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
-    subject = load(args.shape, dtype_for(device), device)
-    for name in progress(args.only, "prompts", "case"):
-        if results.left() < args.reserve:
-            results.data["not_run"].append(name)
-            continue
-        add(results, measure(subject, name, args.repeats, device))
-        free(device)
-    return families.end(results)
+    args = families.read_cases(parser, argv, CASES, reserve=60, seconds=400)
+    head = {"method": METHOD, "unit": "s a call"}
+    run = partial(measure, repeats=args.repeats)
+    return families.run_cases(parser, args, "prompts", command(prog, argv), head, run, add)
 
 
 def add(results: Results, row: dict) -> None:

@@ -95,6 +95,8 @@ class ByteLayer(Layer):
         )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
+        from ..kernels.decode.append import append  # with Triton
+
         track, q_len = self.track, key_states.shape[2]
         step = track.step
         if step is not None and step.mode != EAGER:
@@ -102,8 +104,6 @@ class ByteLayer(Layer):
             held = self.kv
             if [*map(layout, held)] != [layout(key_states), layout(value_states)]:
                 raise RuntimeError(f"layer {self.index} holds K and V of {describe(*held)}")
-            from ..kernels.decode.append import append  # with Triton
-
             kv = self.stored(track.capacity)
             append(kv, key_states, value_states, track.counts[:1])
             return self._given(kv, step)
@@ -112,8 +112,6 @@ class ByteLayer(Layer):
         self.make_room(q_len)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        from ..kernels.decode.append import append
-
         track.stale = True
         first, whole = self.seen == 0, self.stored(track.capacity)
         if first:

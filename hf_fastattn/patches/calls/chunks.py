@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ... import hf
+from ...caches import layers
 from ...caches.stored import StoredCache
 from ..graphs.entry import KEEP
 from ..ranks.ranks import least_bytes
@@ -64,10 +65,7 @@ def choose(
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes of a GPU that new tensors can have; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return layers.free_bytes(device) if device.type == "cuda" else None
 
 
 def largest(rows: int, tokens: int, each: int, free: float) -> int | None:
