@@ -8,7 +8,7 @@ generate_batch() of the model before, with sdpa. generate() reads all prompts of
 many tokens for each row as for the longest one; its rate counts the tokens that were asked for. The first call of each is not
 timed, but that of the stock methods, which compile nothing. They get every `part`-th request of a case with one. The case fails
 if a greedy text of generate_batch() has a token whose logit is further below the largest one, by eager attention for the text
-alone, than twice what stock generate() has in the same rows, plus 4 eps of the largest logit.
+alone, than twice what stock generate() of the same prompts alone has, plus 4 eps of the largest logit.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ METHOD = "whole calls, from lists of ids to lists of tokens; medians of the time
 RIVALS = ("batch", "generate", "stock", "continuous")
 CHECKED = 4  # texts whose tokens are judged
 JUDGED = 512  # tokens of the longest of them
+LONGEST = 2048  # tokens of a prompt whose text is judged
 
 
 def log_normal(count: int, mean: float, sigma: float, most: int) -> list[int]:
@@ -105,9 +106,7 @@ def timed(model, rival: str, case: tuple, repeats: int, device: torch.device) ->
 
 
 @torch.no_grad()
-def shortfall(
-    judge, prompts: list[list[int]], texts: list[list[int]], rows: list[int], device: torch.device
-) -> tuple[float, float]:
+def shortfall(judge, prompts: list, texts: list | dict, rows: list[int], device: torch.device) -> tuple[float, float]:
     """The most by which the logit of a token is below the largest one, and the largest logit."""
     short = largest = 0.0
     for row in rows:
@@ -139,17 +138,18 @@ def measure(subject: Subject, name: str, device: torch.device, rivals: list[str]
                 row[rival] = {"error": f"{type(error).__name__}: {error}"[:300]}
     judge = twin(model, "eager")
     free(device)
+    rows = sorted(range(len(lengths)), key=lengths.__getitem__)[:: max(1, len(lengths) // CHECKED)] if copies == 1 else []
+    rows = [i for i in rows if lengths[i] <= LONGEST]  # eager attention computes all scores
+    alone = {i: generated(model, "stock", [prompts[i]], 1, [new[i]], device)[0] for i in rows}
     with patch(model, "lean") as under:
         for rival in ("batch", "generate"):
             if rival in rivals:
                 row[rival] = timed(model, rival, (prompts, copies, new), 1 + repeats, device)
         row |= {"captures": under.captures, "reasons": [*under.reasons]}
     free(device)
-    if copies == 1 and "batch" in row and "texts" in row.get("stock", {}):
-        rows = sorted(range(len(some[0])), key=lambda i: len(some[0][i]))[: len(some[0]) : max(1, len(some[0]) // CHECKED)]
-        rows = [i for i in rows if len(some[0][i]) <= 2048]
-        theirs, _ = shortfall(judge, some[0], row["stock"]["texts"], rows, device)
-        ours, largest = shortfall(judge, some[0], row["batch"]["texts"][::part], rows, device)
+    if rows and "batch" in row:
+        theirs, _ = shortfall(judge, prompts, alone, rows, device)
+        ours, largest = shortfall(judge, prompts, row["batch"]["texts"], rows, device)
         allowed = 2 * theirs + 4 * torch.finfo(judge.dtype).eps * largest
         row |= {"shortfall": {"batch": ours, "stock": theirs}, "allowed": allowed, "passed": ours <= allowed}
     for rival in rivals:
