@@ -314,6 +314,13 @@ def recorded(model) -> tuple[Path, list[str]]:
     return path, own
 
 
+def test_the_functions_that_record_are_no_part_of_a_step():
+    """Names that they look up would be compared, also those of another file."""
+    path, own = recorded(tiny("llama", "eager"))
+    files = {code.co_filename for code in path._codes}
+    assert path._codes and not own and not any(file.endswith("path.py") and "graphs" in file for file in files)
+
+
 @pytest.mark.parametrize("name", NOTICED)
 @pytest.mark.parametrize("prepared", [lambda model: model, pytest.param(fused, marks=needs_triton)], ids=["own", "fused"])
 def test_each_change_is_noticed(name, prepared, monkeypatch):
