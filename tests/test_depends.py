@@ -337,6 +337,21 @@ def test_each_change_is_noticed(name, prepared, monkeypatch):
         assert path.now() or (last.snapshot.tensors(model) is None and first.differs(last.current(model)[0]))
 
 
+def test_a_number_on_the_host_is_compared_by_value(model, monkeypatch):
+    """Launches on a GPU take it, so it is a part of a graph."""
+    monkeypatch.setattr(Reader, "on_gpu", property(lambda _: True, lambda *_: None), raising=False)
+    monkeypatch.setattr(Reader, "devices", property(lambda _: set(), lambda *_: None), raising=False)
+    last, mlp = Last(), model.model.layers[0].mlp
+    mlp.by, mlp.others = torch.tensor(1.0), [torch.tensor(2)]
+    first = last.current(model)[0]
+    assert last.current(model)[0] is first
+    for number, name in ((mlp.by, "by"), (mlp.others[0], "others")):
+        number.fill_(7)
+        assert first.differs(last.current(model)[0]) == f"model.layers.0.mlp.{name}"
+        number.fill_(1 if name == "by" else 2)
+        first = last.current(model)[0]
+
+
 @needs_triton
 def test_the_description_of_a_launch_is_no_code_of_the_users(monkeypatch):
     """It runs a function that Triton has generated; the first launch of a kernel may be in a rehearsal."""

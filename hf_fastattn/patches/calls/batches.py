@@ -156,6 +156,8 @@ class Batches:
         if (found := caches.pool.lend(-settings.size, fits)) is None:
             if job.is_short(model, settings):
                 caches.pool.clear()
+                if kind == "cuda":
+                    torch.cuda.empty_cache()  # unused memory between tensors is too small for the pages of a layer
             rows = next((size for size in BUCKETS if size >= settings.rows), settings.rows)
             made = PagedStorage(settings.windows, settings.pages, settings.size, rows, settings.width, model.device)
             made.made_for = dtypes

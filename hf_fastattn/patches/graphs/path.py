@@ -18,6 +18,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch
 
 from ... import hf
 
@@ -95,6 +96,7 @@ class Path:
                     self._look_up(places, vars(found), attributes, attributes, {id(vars(found))})
         bases = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
         self._classes = [torch.Tensor, *(base for base in dict.fromkeys((*self._classes, *bases)) if base is not object)]
+        places.pop(id(vars(_python_dispatch)), None)  # torch notes there which modes are active; `settings_of` compares them
         for space, names in places.values():
             self._getters.append((all_of(names), space))
             for name in names:

@@ -83,8 +83,11 @@ class _Snapshot:
         values, groups = self._now(dicts, _groups(dicts))
         self.sizes = [*map(len, groups)]
         self.keys = [*_flat(groups)]
-        self.plain = [type(value) in PLAIN for value in values]
-        self.fixed = [type(value) in SCALARS or type(value) in PLAIN or isinstance(value, torch.nn.Module) for value in values]
+        self.plain = [type(value) in PLAIN and not reader.is_number(value) for value in values]
+        self.fixed = [
+            plain or type(value) in SCALARS or isinstance(value, torch.nn.Module)
+            for plain, value in zip(self.plain, values, strict=True)
+        ]
         self.weak = [_has_weakref(value) for value in values]
         self.references = [weakref.ref(value) for value in compress(values, self.weak)]
         self.strong = [not weak and fixed for weak, fixed in zip(self.weak, self.fixed, strict=True)]

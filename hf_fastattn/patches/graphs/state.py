@@ -271,6 +271,10 @@ class Reader:
             self.value(kind)
         return _same(value), *((name, self.value(item)) for name, item in found if name != "_name_or_path")
 
+    def is_number(self, tensor: torch.Tensor) -> bool:
+        """Whether launches take the value of a tensor on the host, not its address."""
+        return self.on_gpu and not tensor.shape and tensor.device.type == "cpu"
+
     def tensor(self, tensor: Any) -> tuple[object, ...]:
         """The address and the layout of a tensor; of a subclass those of the tensors that it consists of."""
         plain = type(tensor) in PLAIN
@@ -284,8 +288,8 @@ class Reader:
             parts = [self.tensor(getattr(tensor, name)) for name in names]
             return type(tensor), tensor.shape, tensor.dtype, *parts, self.value(context)
         self.tensors.append(tensor)
-        if self.on_gpu and not tensor.shape and tensor.device.type == "cpu":
-            return tensor.data_ptr(), tensor.dtype, tensor.item()  # a launch takes its value, not its address
+        if self.is_number(tensor):
+            return tensor.data_ptr(), tensor.dtype, tensor.item()
         self.devices.add(tensor.device)
         try:
             pointer = tensor.data_ptr()
