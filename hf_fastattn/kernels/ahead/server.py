@@ -70,7 +70,7 @@ class Server:
         self.ended = threading.Event()
         with _lock:
             _servers.add(self)
-            launch.compiling = _compiling
+            launch.compiling[:] = [_compiling]
 
     def run(self, kernels: Sequence[Kernel]) -> None:
         """Compile these kernels, the first ones first. Returns when all are compiled or the process has ended."""
@@ -100,7 +100,7 @@ class Server:
             self.ended.set()
             _servers.discard(self)
             if not _servers:
-                launch.compiling = None
+                launch.compiling.clear()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)  # with its workers; no other process has its number before wait()
         self.process.wait()

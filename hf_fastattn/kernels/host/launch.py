@@ -25,7 +25,7 @@ class _Thread(threading.local):
 
 thread = _Thread()
 # A context in which a kernel, given with its arguments, may be compiled, while others compile kernels ahead (`kernels.ahead`).
-compiling: Callable[[Any, tuple[Any, ...], dict[str, Any]], AbstractContextManager[object]] | None = None
+compiling: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], AbstractContextManager[object]]] = []
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor | None, ...])
 Options = TypeVarTuple("Options")
 Made = TypeVar("Made")
@@ -116,7 +116,7 @@ def start(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> An
         thread.describe(kernel, args, named)
         return None
     first = getattr(args[0], "base", args[0])  # of a descriptor
-    with torch.cuda.device_of(first), nullcontext() if compiling is None else compiling(kernel, args, named):
+    with torch.cuda.device_of(first), compiling[0](kernel, args, named) if compiling else nullcontext():
         return kernel[grid](*args, **named)
 
 
