@@ -7,7 +7,7 @@ import torch
 from calls import attention
 from hypothesis import given
 from hypothesis import strategies as st
-from test_kernels import RUNNABLE
+from test_kernels import RUNNABLE, TRITON_RUNS
 
 from hf_fastattn import merge
 from hf_fastattn.kernels.spec import call
@@ -122,3 +122,23 @@ OUT, LSE = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
 def test_parts_that_do_not_fit_are_refused(outs, lses, error, sentence):
     with pytest.raises(error, match=sentence):
         merge(outs, lses)
+
+
+@pytest.mark.parametrize("heads, head_dim", [(8, 16), (3, 24)])
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_rows_merge_what_their_group_sees(heads, head_dim, kernel, device):
+    if kernel and not TRITON_RUNS:
+        pytest.skip("kernels run on a GPU or interpreted")
+    from hf_fastattn.kernels.decode import merge_shared as module
+
+    torch.manual_seed(0)
+    out, once = (torch.randn(rows, most, heads, head_dim, device=device).transpose(1, 2) for rows, most in ((5, 1), (3, 4)))
+    lse, lse_once = torch.randn(5, heads, 1, device=device), torch.randn(3, heads, 4, device=device)
+    once[2], lse_once[2] = 0, -torch.inf  # the empty group
+    place = torch.tensor([0, 6, 3, 8, 11], device=device)
+    theirs = [x.transpose(1, 2).flatten(0, 1)[place].unsqueeze(2) for x in (once, lse_once)]
+    expected = merge([out, theirs[0]], [lse, theirs[1]])[0]
+    before = out.clone()
+    run = module.merge_shared if kernel else module._merge_torch
+    assert torch.allclose(found := run(out, lse, once, lse_once, place), expected, rtol=1e-6, atol=1e-6)
+    assert (found is out) == kernel and torch.equal(found[3:], before[3:])

@@ -88,6 +88,8 @@ class Ragged:
         if shared is None or full is None or ints is None or full.content is not ints:
             out: torch.Tensor = run(q, kv, spec, ints, **options)
             return out
+        from ..kernels.decode.merge_shared import merge_shared  # with Triton
+
         if self.parts is None:
             assert kv.pages is not None
             own = ints.clone()
@@ -99,9 +101,7 @@ class Ragged:
         mine, lse = run(q, kv, spec, own, return_lse=True, **options)
         packed = q[:, :, 0][shared.members].transpose(1, 2)
         once, lse_once = run(packed, kv._replace(pages=table), spec, of_groups, return_lse=True)
-        once, lse_once = once.transpose(1, 2).flatten(0, 1)[shared.place], lse_once.transpose(1, 2).flatten(0, 1)[shared.place]
-        weight = torch.sigmoid(lse_once[..., None] - lse)[..., None]  # each row sees its own new token: its lse is finite
-        return torch.lerp(mine.float(), once[:, :, None].float(), weight).to(mine.dtype)
+        return merge_shared(mine, lse, once, lse_once, shared.place)  # each row sees its own new token: its lse is finite
 
     def finish(self) -> None:
         """Raise ValueError if a layer has stored K and V and has not attended to them here."""

@@ -26,6 +26,7 @@ from .contract import Storage
 from .pages import Pools
 from .stored import Arguments, StoredCache
 
+COUNTS = 2, 8, 32, 128  # of groups in a graph
 GROUP = 64  # the most rows of a group, whose queries are those of one block of a kernel
 
 
@@ -111,8 +112,8 @@ class PagedStorage(Storage):
     windows: of each layer; None if it sees all tokens. pages: numbers of pages, for the layers of each of windows_of().
     tables: int32 (len(pages), most_rows, width); places of tokens in pools (`Ragged.pages`, `keys`) have this first axis too.
     bucket: the number of rows of a step; live rows come first. sharing: the most rows of a group whose first tokens a step reads
-    once (`share`), 0 if each row reads its own. prompts: what the prompts of the current forward see, None in a
-    step of the rows.
+    once (`share`), 0 if each row reads its own; counted: the number of such groups, of which the last is empty. prompts: what the
+    prompts of the current forward see, None in a step of the rows.
     """
 
     takes_mask = False
@@ -139,7 +140,7 @@ class PagedStorage(Storage):
             self.live = torch.zeros(most_rows, dtype=torch.int32, device=device)
             self.last = torch.zeros(most_rows, dtype=torch.int64, device=device)
             self.groups = torch.zeros(GROUP * (most_rows // 4 + 2) + 2 * most_rows, dtype=torch.int64, device=device)
-        self.bucket = self.sharing = 0
+        self.bucket = self.sharing = self.counted = 0
         self.steps = 1
         self.prompts: Ragged | None = None
 
@@ -156,8 +157,8 @@ class PagedStorage(Storage):
         return self.pages.all.count * self.pages.size
 
     @property
-    def variant(self) -> tuple[int, int]:
-        return self.bucket, self.sharing
+    def variant(self) -> tuple[int, int, int]:
+        return self.bucket, self.sharing, self.counted if self.sharing else 0
 
     def fits(self, windows: Sequence[int | None], pages: Sequence[int], dtypes: tuple[torch.dtype | None, ...]) -> bool:
         """Whether it has so many pages for layers of these windows, and was made for these dtypes, of weights and of autocast."""
@@ -214,7 +215,7 @@ class PagedStorage(Storage):
         self.sharing = most if groups else 0
         if not groups:
             return
-        count = self.bucket // 4 + 1
+        count = self.counted = counted(len(groups), self.bucket)
         place, own = [(count - 1) * most] * self.bucket, [0] * self.bucket
         members = [0] * (count * most)
         for index, (rows, tokens) in enumerate(groups):
@@ -226,8 +227,7 @@ class PagedStorage(Storage):
         self.groups[: len(values)] = on_device(values, self.groups.device)
 
     def shared(self) -> Shared:
-        rows, most = self.bucket, self.sharing
-        count = rows // 4 + 1
+        rows, most, count = self.bucket, self.sharing, self.counted
         members, lengths, place, own = self.groups[: count * (most + 1) + 2 * rows].split([count * most, count, rows, rows])
         return Shared(members.view(count, most), lengths, place, own)
 
@@ -274,6 +274,12 @@ class PagedCache(StoredCache):
             return layer.write(step.ragged, key_states, value_states)
         step.kv = layer.append(step.ragged, key_states, value_states)
         return step.kv.k, step.kv.v
+
+
+def counted(groups: int, rows: int) -> int:
+    """The number of groups in a step of so many rows that has at least `groups`, and one that is empty: one of few numbers, for
+    each of which there is a graph."""
+    return min(next(count for count in COUNTS if count >= groups), rows // 4) + 1
 
 
 def windows_of(layers: Sequence[int | None]) -> tuple[int | None, ...]:

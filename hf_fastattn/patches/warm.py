@@ -23,7 +23,7 @@ from ..caches import PreallocatedCache
 from ..caches.eight_bits import storage_of
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
-from ..caches.paged import PagedCache, PagedStorage, windows_of
+from ..caches.paged import COUNTS, PagedCache, PagedStorage, counted, windows_of
 from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
@@ -220,14 +220,15 @@ def _of_batches(recipe: Recipe, most: int, tokens: int, stop: Callable[[], None]
                     template.attend(rows, depth, 1)
         alone = len(found)
         for rows, depth in itertools.product((size for size in buckets if size >= 4), depths[-1::-3]):
-            run(_Point(rows, past=depth, captured=recipe.graph, shared=True))
+            for groups in sorted({counted(count, rows) for count in COUNTS}):
+                run(_Point(rows, past=depth, captured=recipe.graph, groups=groups))
     return _slowest_first([*found.values()], [0, alone])
 
 
 class _Point(NamedTuple):
     """One forward. tokens: new ones of each row; past: those before. captured: for a graph. masked: with a mask.
 
-    last: whether it returns only the logits of the last token. shared: whether rows in pages share their first tokens.
+    last: whether it returns only the logits of the last token. groups: of rows in pages that share their first tokens.
     """
 
     rows: int = 1
@@ -236,7 +237,7 @@ class _Point(NamedTuple):
     captured: bool = False
     masked: bool = False
     last: bool = True
-    shared: bool = False
+    groups: int = 0
 
 
 class _Template(NamedTuple):
@@ -355,7 +356,7 @@ class _Batches(_Forwards):
             sizes = ((1, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
             layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device=device) for size in sizes))
         cache, storage.bucket = PagedCache.around(storage), rows
-        storage.sharing = job.most_members(model) if point.shared else 0
+        storage.sharing, storage.counted = job.most_members(model) if point.groups else 0, point.groups
         ids = torch.empty(rows, tokens, dtype=torch.int64, device=device)
         state: Any = None  # which is compared in a generate_batch() alone
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: 1, hf.CACHE: cache}
