@@ -121,27 +121,6 @@ def queries_row(shape: Shape, device: torch.device, portable: bool = False) -> d
     }
 
 
-def compile_kernels(
-    group: tuple[int, int, int], device: torch.device, shapes: Iterable[Shape] = (), portable: bool = False
-) -> None:
-    """Run fa2 and lean once for each shape of these (num_heads, num_kv_heads, head_dim), over heads that share memory.
-
-    Parallel processes then compile the kernels that rows would compile one after the other.
-    """
-    num_heads, num_kv_heads, head_dim = group
-    for shape in shapes or QUERIES:
-        if (shape.num_heads, shape.num_kv_heads, shape.head_dim) != group:
-            continue
-        q = torch.zeros(shape.batch, num_heads, shape.q_len, head_dim, device=device, dtype=DTYPE)
-        k = torch.zeros(shape.kv_len + shape.batch * num_kv_heads, head_dim, device=device, dtype=DTYPE)
-        size, strides = (shape.batch, num_kv_heads, shape.kv_len, head_dim), (num_kv_heads * head_dim, head_dim, head_dim, 1)
-        k = k.as_strided(
-            size, strides
-        )  # each head is one token further: compilation depends on the divisibility of strides by 16
-        for backend in _backends(portable).values():
-            backend.attend(q, KV(k, k), SPEC)
-
-
 # ---- summary ----
 
 

@@ -266,24 +266,6 @@ def test_a_group_begins_after_a_rest(monkeypatch):
     assert slept == [queries.REST]
 
 
-def test_kernels_are_compiled_for_each_shape_of_these_heads():
-    from hf_fastattn import count_calls
-
-    with count_calls() as calls:
-        queries.compile_kernels((4, 2, 16), torch.device("cpu"), [*SMALL["queries"], Shape(1, 8, 2, 16, 64, causal=False)])
-    assert calls == {"fa2.prefill": 6, "lean.decode": 6}
-
-
-@pytest.mark.slow
-def test_compiling_ahead_reports_failures_and_continues(tmp_path, capsys):
-    found, shape = results.Results(tmp_path / "a.json", 60, "typed"), Shape(1, 3, 1, 8, 64)  # heads that no row has
-    kernels.compile_ahead(kernels.PARTS["queries"], [shape], found, torch.device("cpu"), 1)
-    assert "kernels of 1 heads are compiled" in capsys.readouterr().out
-    part = kernels.Part(None, [], None, compile=divmod)
-    kernels.compile_ahead(part, [shape], found, torch.device("cpu"), 1)
-    assert "compiling for (3, 1, 8): TypeError" in capsys.readouterr().out
-
-
 # ---- tables and pictures ----
 @pytest.mark.slow
 def test_every_table_and_picture_can_be_made(tmp_path):
