@@ -166,7 +166,7 @@ def averages(axis, rows: list[dict], by: str, value: Callable[[dict], float], co
 
 def paper(result: dict):
     """Figures 7a to 7c, lean over its peers; over all shapes, lean over its peers against context, heads and batch (7 and 9);
-    4, balance; the fix-ups in one launch.
+    4, balance; in results from before their kernels were removed, the fix-ups in one launch.
 
     Stars and dashed lines are the published figures.
     """
