@@ -70,6 +70,14 @@ def test_errors_of_earlier_versions(name):
     assert not world.refused
 
 
+def test_each_adapter_is_captured_once():
+    both = [("set_an_adapter", 0), ("set_an_adapter", 1), ("disable_adapters", 0), ("disable_adapters", 0)]
+    world = run("llama", [("add_an_adapter", 0), ("add_an_adapter", 1), *both, *both])  # of steps, then of prompts
+    captures = world.ours.patch.captures
+    world.run(both)
+    assert world.ours.patch.captures == captures and not world.ours.patch.reasons and not world.refused
+
+
 def test_an_error_that_the_caller_raises_once_in_a_rehearsal_is_not_lost():
     world = run("two kinds of layers", [("add_a_layer", 0), ("add_a_layer", 0), ("raise_in_the_middle", 18)])
     world.compare("afterwards")
