@@ -166,20 +166,16 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.batch"
     check_names(parser, args.rivals, RIVALS, "rivals")
     head = {"method": METHOD, "unit": "tokens/s"}
     run = partial(measure, rivals=args.rivals, repeats=args.repeats)
-    return families.run_cases(parser, args, "batch", command(prog, argv), head, run, add)
+    return families.run_cases(parser, args, "batch", command(prog, argv), head, families.each(args, run, add))
 
 
 def add(results: Results, row: dict) -> None:
     """Add a row, or a failure if its tokens are wrong."""
     said = [f"{name} {row[name].get('error') or round(row[name]['tokens_per_s'])}" for name in RIVALS if name in row]
     said = [f"{row['case']}: tokens/s {', '.join(said)}", *row["reasons"]]
-    if row.get("passed", True):
-        results.data["rows"].append(row | {"run": results.run})
-    else:
+    if not (passed := row.get("passed", True)):
         said.append(f"short of the largest logit by {row['shortfall']}, allowed {row['allowed']:.3g}")
-        results.data["failed"].append({"row": row["case"], "error": "; ".join(said)})
-    results.say("; ".join(said))
-    results.save()
+    results.add(row, row["case"], "; ".join(said), passed)
 
 
 if __name__ == "__main__":

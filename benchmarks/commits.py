@@ -132,10 +132,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
             if torch.cuda.is_available() and results.left() < 60:
                 results.say(f"{case} not run: {results.left():.0f} s left")
                 continue
-            row = {"case": case, "run": results.run} | measure(processes, row_lengths(case, args.padded), args.pairs)
-            results.data["rows"].append(row)
-            results.save()
-            results.say(json.dumps({name: value for name, value in row.items() if name != "lengths"}))
+            row = {"case": case} | measure(processes, row_lengths(case, args.padded), args.pairs)
+            results.add(row, case, json.dumps({name: value for name, value in row.items() if name != "lengths"}))
     finally:
         for tree in processes.values():
             tree.process.kill()

@@ -175,12 +175,9 @@ def measure_cases(
                 subject = subject or load()
                 row = measure(subject, case)
         except Exception as error:  # the other rows are still useful
-            results.data["failed"].append({"row": f"{name} {case}", "error": f"{type(error).__name__}: {str(error)[:300]}"})
-            results.say(f"{name} {case} failed: {results.data['failed'][-1]['error']}")
+            results.add({}, f"{name} {case}", f"{name} {case} failed: {type(error).__name__}: {str(error)[:300]}", False)
         else:
-            results.data["rows"].append(row | {"run": results.run})
-            results.say(line(row))
-        results.save()
+            results.add(row, name, line(row))
         free(device)
     del subject
     free(device)
@@ -218,21 +215,47 @@ def begin(
 
 
 def read_cases(
-    parser: argparse.ArgumentParser, argv: list[str] | None, cases: Iterable[str], *, reserve: float, seconds: float
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    cases: Iterable[str],
+    *,
+    reserve: float,
+    seconds: float,
+    shapes: Iterable[str] = SHAPES,
 ) -> argparse.Namespace:
-    """The arguments of a benchmark of named cases, checked: those of the tiny shape run with it alone by default."""
-    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
-    cases = [*cases]
+    """The arguments of a benchmark of named cases, checked: cases of the tiny shape run with it alone by default.
+
+    shapes: names of models, of which the first is the default."""
+    cases, shapes = [*cases], [*shapes]
+    parser.add_argument("--shape", default=shapes[0], choices=shapes, help="default: %(default)s")
     help_ = f"of {', '.join(cases)}; default all but those of the tiny shape, and those alone for it"
     parser.add_argument("--only", type=listed, help=help_)
     parser.add_argument("--reserve", type=float, default=reserve, help="seconds that a case may need (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep the other cases in the JSON")
     add_options(parser, seconds=seconds)
     args = parser.parse_args(argv)
-    args.only = args.only or [name for name in cases if name.startswith("tiny") == args.shape.startswith("tiny")]
+    args.only = args.only or [n for n in cases if n.startswith("tiny") == args.shape.startswith("tiny")] or cases
     check_names(parser, args.only, cases, "cases")
     need_gpu(parser, args, [args.shape])
     return args
+
+
+Begun = Callable[[Results, torch.device], Callable[[str], object]]
+
+
+def each(
+    args: argparse.Namespace,
+    measure: Callable[[Subject, str, torch.device], dict],
+    add: Callable[[Results, dict], object],
+    positions: int = 0,
+) -> Begun:
+    """`begun` of cases that each are one row of one model."""
+
+    def begun(results: Results, device: torch.device) -> Callable[[str], object]:
+        subject = load(args.shape, dtype_for(device), device, positions)
+        return lambda case: add(results, measure(subject, case, device))
+
+    return begun
 
 
 def run_cases(
@@ -241,20 +264,21 @@ def run_cases(
     name: str,
     command: str,
     head: dict,
-    measure: Callable[[Subject, str, torch.device], dict],
-    add: Callable[[Results, dict], object],
+    begun: Begun,
+    key: str = "case",
 ) -> int:
-    """Measure and add the chosen cases. name: of the JSON. Returns 0, or 1 if one failed or there was no time for it."""
+    """Measure the chosen cases. begun: returns a function that measures a case and adds its rows. name: of the JSON; key: of the
+    case in a row. Returns 0, or 1 if one failed or there was no time for it."""
     device = find_device(args.device)
     head = {"conditions": conditions(device, head.pop("method")), "shape": args.shape, **head}
     results = begin(parser, args, name, command, device, head)
-    results.data["rows"] = [row for row in results.data["rows"] if row["case"] not in args.only]
-    subject = load(args.shape, dtype_for(device), device)
+    results.data["rows"] = [row for row in results.data["rows"] if row[key] not in args.only]
+    run = begun(results, device)
     for case in progress(args.only, name.replace("_", " "), "case"):
         if results.left() < args.reserve:
             results.data["not_run"].append(case)
             continue
-        add(results, measure(subject, case, device))
+        run(case)
         free(device)
     return end(results)
 

@@ -119,7 +119,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.first_
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     args = families.read_cases(parser, argv, CASES, reserve=20, seconds=250)
     head = {"method": METHOD, "unit": "ms"}
-    return families.run_cases(parser, args, f"first_tokens_{args.shape}", command(prog, argv), head, measure, add)
+    begun = families.each(args, measure, add)
+    return families.run_cases(parser, args, f"first_tokens_{args.shape}", command(prog, argv), head, begun)
 
 
 def add(results: Results, row: dict) -> None:
@@ -127,9 +128,8 @@ def add(results: Results, row: dict) -> None:
     for rival in ("stock", "patched"):
         its = row[rival]
         said.append(f"{rival} median {its['median_ms']:.1f}, p95 {its['p95_ms']:.1f}, max {its['max_ms']:.1f} ms")
-    results.data["rows"].append(row | {"run": results.run})
-    results.say("; ".join([*said, f"before a first token {sum(row['patched']['before'])}", *row["reasons"]]))
-    results.save()
+    said += [f"before a first token {sum(row['patched']['before'])}", *row["reasons"]]
+    results.add(row, row["case"], "; ".join(said))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import argparse
 import torch
 
 from . import fresh
-from .grid import CASES, DEFAULT_RIVALS, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, pairs, row_lengths
+from .grid import CASES, DEFAULT_RIVALS, LEAST, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, pairs, row_lengths
 from .models import SHAPES, dtype_for, load
 from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
 from .shapes import bandwidth
@@ -81,14 +81,12 @@ def lines(row: dict) -> str:
 def measure(bench: Bench, cases: list[str]) -> None:
     """Measure the cases one after another, as long as there is time."""
     results = bench.results
-    for i, case in enumerate(progress(cases, results.path.stem, "case")):
-        wanted, reserve = bench.estimate(case), sum(map(bench.estimate, cases[i + 1 :]))
-        if wanted > results.left():
-            bench.note(bench.new_row(case), f"not run: needs about {wanted:.0f} s, {results.left():.0f} s left")
+    for case in progress(cases, results.path.stem, "case"):
+        if results.left() < LEAST * bench.cuda:
+            bench.note(bench.new_row(case), f"not run: {results.left():.0f} s left")
             results.save()
             continue
-        results.say(f"{case}: about {wanted:.0f} s without compilation")
-        bench.measure(case, reserve)
+        bench.measure(case)
         results.say(lines(next(row for row in results.data["rows"] if row["case"] == case)))
     if bench.cuda and OURS in bench.args.rivals:
         bench.list_kernels()

@@ -36,8 +36,8 @@ DEFAULT_RIVALS = [SDPA, LEAN, STATIC, OURS]
 METHOD = "greedy generate() timed from the outside, 6th new token to last, rivals alternating, median"
 MAX_STATIC = 6  # cases: each compiles for a minute
 FEW = 12  # new tokens if only the prompt matters, or if a rival is too slow for more
-COMPILE_SECONDS = 65  # the longest warm-up of Transformers' compilation
-FLOPS = 5.5e14  # FLOP/s of prefill, for the estimates of what fits into --seconds; results do not depend on it
+LEAST, COMPILE_SECONDS = 10, 65  # a rival does not begin with fewer seconds left; one that Transformers compiles
+LONG = 5.5e14  # FLOPs of a prompt from which repeats continue from a cache, about a second on an H200
 
 
 def pairs(cases: Iterable[str], padded: list[int]) -> dict[str, int]:
@@ -63,41 +63,20 @@ class Bench:
         self.rivals: list[Rival] = []  # of the current case
         self.caches: dict[str, object] = {}  # after the prompt, of the current case; stock rivals share "dynamic"
 
-    # ---- estimates ----
-
-    def prefill_seconds(self, lengths: list[int]) -> float:
-        """Estimate for an H200, with all rows padded to the longest."""
-        facts, rows, width = self.subject.facts, len(lengths), max(lengths)
-        attention = len(facts.shapes) * facts.num_heads * facts.head_dim * 2 * width
-        return rows * width * (facts.weight_bytes + attention) / FLOPS if self.cuda else 0.0
-
-    def estimate(self, case: str) -> float:
-        """Estimated seconds of a case without compilation, on an H200."""
-        lengths = row_lengths(case, self.args.padded)
-        if not self.cuda:
-            return 0.0
-        prefill, repeats, rivals = self.prefill_seconds(lengths), self.args.repeats, len(set(self.args.rivals) - {STATIC})
-        decode = self.args.tokens * 0.018
-        if not self.resumes(case):
-            return 5 + rivals * (repeats + 3) * (prefill + decode)
-        seconds = 5 + rivals * ((1 if prefill > 6 else 2) * prefill + (repeats + 2) * decode)
-        if len(set(lengths)) > 1:  # sdpa reads the padding too; and the batch without padding
-            seconds += 4 * prefill + 4 * (repeats + 4)
-        return seconds
-
     def resumes(self, case: str) -> bool:
-        """Whether repeats continue from a cache. Those of Transformers with a window cannot be cropped."""
-        long = self.prefill_seconds(row_lengths(case, self.args.padded)) > 1
-        return (long or case in self.args.resume) and not any(self.subject.facts.windows)
+        """Whether repeats continue from a cache, as after long prompts. Caches of Transformers with a window have no crop()."""
+        lengths, facts = row_lengths(case, self.args.padded), self.subject.facts
+        width = max(lengths)
+        flops = len(lengths) * width * (facts.weight_bytes + len(facts.shapes) * facts.num_heads * facts.head_dim * 2 * width)
+        return ((self.cuda and flops > LONG) or case in self.args.resume) and not any(facts.windows)
 
-    def no_time(self, row: dict, name: str, seconds: float, reserve: float = 0.0) -> bool:
-        """Whether fewer seconds are left, without those reserved for later cases; records this in a note."""
+    def no_time(self, row: dict, name: str, seconds: float) -> bool:
+        """Whether fewer seconds are left; records this in a note."""
         left = self.results.left()
-        if not self.cuda or seconds + reserve <= left:
+        if not self.cuda or left >= seconds:
             return False
         row["rivals"][name] = None
-        kept = f", {reserve:.0f} s of them kept for later cases" if reserve else ""
-        self.note(row, f"{name} not run: needs about {seconds:.0f} s, {left:.0f} s left{kept}")
+        self.note(row, f"{name} not run: {left:.0f} s left")
         return True
 
     def note(self, row: dict, text: str) -> None:
@@ -149,12 +128,12 @@ class Bench:
         rows.append(row)
         return row
 
-    def measure(self, case: str, reserve: float) -> None:
-        """Check and time one case; `reserve` seconds of the budget are for later cases."""
+    def measure(self, case: str) -> None:
+        """Check and time one case."""
         row = self.new_row(case)
         row["repeats_from"] = "cache" if self.resumes(case) else "prompt"
         try:
-            self._measure(row, make_prompt(row["lengths"], self.subject.text_config.vocab_size, self.device), reserve)
+            self._measure(row, make_prompt(row["lengths"], self.subject.text_config.vocab_size, self.device))
         except Exception as error:  # an error in one row must not lose the others
             row["error"] = f"{type(error).__name__}: {error}"
             self.results.say(f"  {case} failed: {row['error'][:300]}")
@@ -169,7 +148,7 @@ class Bench:
         rival = self.add({"rivals": {}}, OURS, prompt)
         try:
             with self.guard(rival):
-                if rival.failed or self.results.left() < 10 + self.prefill_seconds(rival.prompt.lengths):
+                if rival.failed or self.results.left() < LEAST:
                     return
                 run(rival.model, rival.prompt, 4)
                 self.results.data["step"] = {"case": case, "kernels": step_kernels(rival.patch)}
@@ -189,14 +168,12 @@ class Bench:
             torch.compiler.reset()
         free(self.device)
 
-    def _measure(self, row: dict, prompt: Prompt, reserve: float) -> None:
-        resume, prefill = row["repeats_from"] == "cache", self.prefill_seconds(prompt.lengths)
-        wanted, vocab = self.args.rivals, self.subject.text_config.vocab_size
+    def _measure(self, row: dict, prompt: Prompt) -> None:
+        resume, wanted, vocab = row["repeats_from"] == "cache", self.args.rivals, self.subject.text_config.vocab_size
         few = make_prompt([max(1, n * 256 // max(256, *prompt.lengths)) for n in prompt.lengths], vocab, self.device)
 
         for name in (name for name in RIVALS if name in wanted and name not in (STATIC, OURS, ROOMY)):
-            # A masked prefill of a padded prompt, and one that stores its scores, is several times slower.
-            if self.no_time(row, name, 5 + prefill * (1 if name == LEAN or not (row["padded"] or "eager" in name) else 4)):
+            if self.no_time(row, name, LEAST):
                 continue
             rival = self.add(row, name, prompt)
             if rival.failed:
@@ -218,7 +195,7 @@ class Bench:
                 even = [sum(prompt.lengths) // len(prompt.lengths)] * len(prompt.lengths)
                 prompts[UNPADDED] = make_prompt(even, vocab, self.device)
             for name, its in prompts.items():
-                if not self.no_time(row, name, 5 + prefill):
+                if not self.no_time(row, name, LEAST):
                     self.prepare_ours(self.add(row, name, its), prompt)
                 if not resume:
                     self.caches.clear()  # returns to the pool of the patch, for the next call
@@ -226,8 +203,7 @@ class Bench:
 
         # Last: if memory is short, this one must be the one that does not fit.
         if STATIC in wanted and row["case"] in self.args.compile_cases:
-            spent = 3 * prefill if resume else (self.args.repeats + 4) * (prefill + self.args.tokens * 0.03)
-            if not self.no_time(row, STATIC, COMPILE_SECONDS + spent, reserve):
+            if not self.no_time(row, STATIC, COMPILE_SECONDS):
                 static = self.add(row, STATIC, prompt)
                 with self.guard(static):
                     self.prepare_static(static, resume)

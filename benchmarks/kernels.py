@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +36,6 @@ class Part:
     summary: Callable[[list[dict]], dict]
     figures: str = "us"
     method: str = METHOD
-    compile: Callable[[tuple[int, int, int], torch.device], None] | None = None  # for --compile: all kernels for these heads
     dtype: torch.dtype = DTYPE
 
 
@@ -50,13 +47,8 @@ PARTS = {
     "paper_ranks": Part(paper.paper_row, paper.SHARED, paper.paper_summary),
     "sweep": Part(paper.sweep_row, paper.SWEEP, paper.sweep_summary),
     "host": Part(decode.host_row, decode.HOST, decode.host_summary, method=decode.HOST_METHOD),
-    "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary, compile=queries.compile_kernels),
-    "queries_portable": Part(
-        partial(queries.queries_row, portable=True),
-        queries.QUERIES,
-        queries.queries_summary,
-        compile=partial(queries.compile_kernels, portable=True),
-    ),
+    "queries": Part(queries.queries_row, queries.QUERIES, queries.queries_summary),
+    "queries_portable": Part(partial(queries.queries_row, portable=True), queries.QUERIES, queries.queries_summary),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
     "widths": Part(prefill.prefill_row, prefill.WIDTH_SHAPES, prefill.widths_summary, "tflops"),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),
@@ -113,24 +105,12 @@ def size_of(asked: object) -> int:
     return max(shape.batch * shape.num_heads * shape.q_len * shape.kv_len, shape.kv_bytes)
 
 
-def compile_ahead(part: Part, shapes: list, results: Results, device: torch.device, processes: int) -> None:
-    """Compile the kernels of the shapes in parallel processes, into Triton's cache on disk."""
-    groups = sorted({(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in shapes})
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        for group, done in [(group, pool.submit(part.compile, group, device)) for group in groups]:
-            if error := done.exception():  # the rows report it again, unless it was memory
-                results.say(f"compiling for {group}: {type(error).__name__}: {str(error).strip()[:300]}")
-    results.say(f"{results.path.stem}: kernels of {len(groups)} heads are compiled")
-
-
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernels") -> int:
     """Run the parts named on the command line. Returns 0, or 1 if a kernel was wrong, a shape failed or time ran out."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--only", default="", metavar="TEXT", help='only shapes whose name contains this, such as "32/8"')
     parser.add_argument("--keep", action="store_true", help="keep the rows that are already in the JSON, and measure the others")
-    help_ = "processes that first compile the kernels of a part with many (default: none; not under hf-fastattn bench)"
-    parser.add_argument("--compile", type=int, default=0, metavar="N", help=help_)
     add_options(parser, seconds=580)
     args = parser.parse_args(argv)
     wanted = {name: [shape for shape in PARTS[name].shapes if args.only in str(shape)] for name in args.parts}
@@ -153,8 +133,6 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kernel
             results.data |= {"failed": [], "not_run": []}
         known = {row["shape"] for row in results.data["rows"]}
         shapes = [shape for shape in shapes if str(shape) not in known]
-        if args.compile and part.compile and shapes:
-            compile_ahead(part, shapes, results, device, args.compile)
         try:
             with torch.inference_mode():
                 fine &= measure(part, shapes, results, device)

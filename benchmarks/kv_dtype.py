@@ -137,10 +137,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kv_dty
     with patch(model, "lean", graph=False):
         for outliers in (False, True):
             for row in measure(model, ids, args.prompt, args.step, outliers):
-                results.data["rows"].append(row | {"run": results.run})
                 said = (f"{key} {each:.5g}" if isinstance(each, float) else f"{key} {each}" for key, each in row.items())
-                results.say(", ".join(said))
-                results.save()
+                results.add(row, row["kv_dtype"], ", ".join(said))
     return 0
 
 

@@ -29,8 +29,8 @@ from hf_fastattn import hf
 from hf_fastattn.patches import Patch, patch
 
 from . import families
-from .models import SHAPES, Subject, dtype_for, load, of_random_weights
-from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .models import Subject, dtype_for, load, of_random_weights
+from .results import Results, command, need_gpu
 from .runs import free, synchronize, twin
 
 METHOD = "greedy generate(); both models in the same process, medians"
@@ -204,8 +204,7 @@ class Bench:
                 reasons += setting.reasons
             free(self.device)
         for case, stock, ours in zip(cases, found[False], found[True], strict=True):
-            self.add({"mode": mode, "case": case, "stock": stock, "patched": ours, "reasons": reasons, "run": self.results.run})
-        self.results.save()
+            self.add({"mode": mode, "case": case, "stock": stock, "patched": ours, "reasons": reasons})
 
     def add(self, row: dict) -> None:
         """Add a row, or a failure if the logits of the patched model are wrong."""
@@ -215,11 +214,8 @@ class Bench:
         row["allowed"] = 2 * stock["error"] + 4 * torch.finfo(dtype_for(self.device)).eps * ours["largest_logit"]
         said = f"{row['mode']} {row['case']}: stock {stock['ms']:.2f}, patch() {ours['ms']:.2f} ms, "
         said += f"{row['equal_tokens']:.0%} equal tokens, errors {stock['error']:.3g} and {ours['error']:.3g}"
-        self.results.say(said + "".join(f"; {reason}" for reason in row["reasons"]))
-        if ours["error"] <= row["allowed"]:
-            self.results.data["rows"].append(row)
-        else:
-            self.results.data["failed"].append({"row": f"{row['mode']} {row['case']}", "error": said})
+        said += "".join(f"; {reason}" for reason in row["reasons"])
+        self.results.add(row, f"{row['mode']} {row['case']}", said, ours["error"] <= row["allowed"])
 
     def steps(self, mode: str) -> None:
         prompt = texts(self.device)(self.args.prompt)
@@ -248,42 +244,27 @@ def restrict(model: hf.PreTrainedModel) -> None:
         head[VOCABULARY.start : VOCABULARY.stop] *= 8.0
 
 
-def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The command line, checked."""
-    modes = [*STEPS, "message", "first"]
-    parser.add_argument("--shape", default="8b", choices=SHAPES, help="default: %(default)s")
-    parser.add_argument("--only", type=listed, default=modes, help=f"of {', '.join(modes)}; default all")
+def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.modes") -> int:
+    """Measure the chosen modes. Returns 0, or 1 if there was no time for one."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", type=int, default=2048, help="tokens before the steps (default: %(default)s)")
     parser.add_argument("--past", type=int, default=65536, help="tokens before the messages (default: %(default)s)")
     help_ = f"tokens of prompts (default: {' '.join(map(str, PROMPTS))})"
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help=help_)
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--reserve", type=float, default=20, help="seconds that a row may need (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="keep the rows of other modes in the JSON")
-    add_options(parser, seconds=560)
-    args = parser.parse_args(argv)
-    check_names(parser, args.only, modes, "modes")
+    args = families.read_cases(parser, argv, [*STEPS, "message", "first"], reserve=20, seconds=560)
     lengths = (args.past, args.prompt, *args.prompts)
-    need_gpu(parser, args, [args.shape], {f"a text of {n} tokens": n * n for n in lengths})
-    return args
-
-
-def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.modes") -> int:
-    """Measure the chosen modes. Returns 0, or 1 if there was no time for one."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    args = read(parser, argv)
-    device = find_device(args.device)
+    need_gpu(parser, args, sizes={f"a text of {n} tokens": n * n for n in lengths})
     torch.manual_seed(0)
-    subject = load(args.shape, dtype_for(device), device, max(args.past, args.prompt, *args.prompts) + 1024)
-    restrict(subject.model)
-    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "ms a forward or a first token"}
-    results = families.begin(parser, args, "modes", command(prog, argv), device, head)
-    results.data["rows"] = [row for row in results.data["rows"] if row["mode"] not in args.only]
-    bench = Bench(args, subject, results, device)
-    for mode in progress(args.only, "modes", "mode"):
-        bench.steps(mode) if mode in STEPS else getattr(bench, mode)()
-        free(device)
-    return families.end(results)
+
+    def begun(results: Results, device: torch.device) -> Callable[[str], object]:
+        subject = load(args.shape, dtype_for(device), device, max(lengths) + 1024)
+        restrict(subject.model)
+        bench = Bench(args, subject, results, device)
+        return lambda mode: bench.steps(mode) if mode in STEPS else getattr(bench, mode)()
+
+    head = {"method": METHOD, "unit": "ms a forward or a first token"}
+    return families.run_cases(parser, args, "modes", command(prog, argv), head, begun, key="mode")
 
 
 if __name__ == "__main__":

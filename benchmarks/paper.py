@@ -2,8 +2,8 @@
 
 Sanovar et al., "Lean Attention: Hardware-Aware Scalable Attention Mechanism for the Decode-Phase of Transformers" (2024):
 figures 7 (speed over context length, heads and batch at head_dim 64), 9 (at head_dim 128), 4 (occupancy of the GPU), there on an
-A100, and 8 (heads divided among 8 of them, each of which computes its own: one GPU has the time of all); the variants of the
-fix-up in section 4, and its sweeps of tiles and grids.
+A100, and 8 (heads divided among 8 of them, each of which computes its own: one GPU has the time of all); the sweeps of tiles and
+grids in section 4.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from functools import partial
 import torch
 
 from hf_fastattn import registry
+from hf_fastattn.kernels import INTERPRETED, reference
+from hf_fastattn.kernels.attention import lean
+from hf_fastattn.kernels.attention.plan import Call, Plan
 from hf_fastattn.kernels.attention.schedule import choose, stream_k_config
-from hf_fastattn.kernels.host import gpu, tables
-from hf_fastattn.kernels.spec import call
+from hf_fastattn.kernels.host import gpu, launch, tables
+from hf_fastattn.kernels.spec import KV, Form, Spec, call
 
-from . import fixup
 from .shapes import DTYPE, GPUS, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, kernel_of_lean, make_inputs, ratios
 from .timing import num_sets
 
@@ -61,7 +63,23 @@ SWEEP = [
 TILES, PROGRAMS = (32, 64, 128, 256), (1, 2, 4)  # keys per tile; programs per SM
 IN_FLIGHT = 160 << 10  # bytes of shared memory per SM for the programs of the sweep
 A100 = (80, 108)  # compute capability, SMs
-ONE_LAUNCH = (fixup.HOST_WAITS, fixup.LAST_ARRIVER)
+
+
+@launch.remember
+def prepare(tensors, form: Form, spec: Spec, return_lse: bool, config: tables.Config | None) -> Plan:
+    """The launches of a call with few query rows by stream-K; config None: that of `lean`."""
+    asked = Call.of(tensors, form, spec, return_lse, decode=True)
+    heads = asked.batch * asked.num_kv_heads
+    usual = stream_k_config(asked.q.device, asked.q.dtype, asked.width, asked.rows, heads, asked.uniform)
+    return lean.stream_k(asked, config or usual)
+
+
+def stream_k(q: torch.Tensor, kv: KV, spec: Spec, spans: None = None, *, config: tables.Config | None = None, **options):
+    """Exact attention by stream-K, also where `lean` would use fixed splits; CPU tensors run the reference."""
+    if q.device.type == "cpu" and not INTERPRETED:
+        return reference.attention(q, kv, spec, spans, **options)
+    plan = prepare((q, *kv.tensors, spans, None, None), kv.form, spec, False, config)
+    return plan.run(q, kv, spec, spans, None, None, False)
 
 
 @contextmanager
@@ -111,16 +129,12 @@ def schedules(shape: Shape, device: torch.device) -> dict[str, dict]:
 
 
 def paper_row(shape: Shape, device: torch.device) -> dict:
-    """Microseconds per call of fa2 (without splits), split_kv, lean, and forced stream-K with each fix-up; the schedules.
-
-    A fix-up in one launch may fail: the others are still timed.
-    """
+    """Microseconds per call of fa2 (without splits), split_kv, lean, and stream-K for every shape; the schedules."""
     sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
-    kernels = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN, fixup.STREAM_K: fixup.VARIANTS[fixup.STREAM_K]}
+    kernels = {"fa2": PORTABLE, "split_kv": SPLIT_KV, "lean": LEAN, "stream_k": partial(call, stream_k)}
     rivals = {name: lambda i, kernel=kernel: kernel(*inputs[i]) for name, kernel in kernels.items()}
-    others = {name: lambda i, kernel=fixup.VARIANTS[name]: kernel(*inputs[i]) for name in ONE_LAUNCH}
-    found = compete(others, rivals, exact(*inputs[0]), sets=sets, us=max(7, shape.kv_bytes / READ))
+    found = compete({}, rivals, exact(*inputs[0]), sets=sets, us=max(7, shape.kv_bytes / READ))
     us = found["us"]
     with as_if(*A100):
         on_a100 = schedules(shape, device)
@@ -132,7 +146,6 @@ def paper_row(shape: Shape, device: torch.device) -> dict:
             "lean_over_fa2": us["fa2"] / us["lean"],
             "lean_over_split_kv": us["split_kv"] / us["lean"],
             "stream_k_over_split_kv": us["split_kv"] / us["stream_k"],
-            **{f"{name}_over_stream_k": us["stream_k"] / us[name] if name in us else None for name in ONE_LAUNCH},
             "schedule": schedules(shape, device),
             "schedule_108_sms": on_a100,
         }
@@ -161,7 +174,7 @@ def sweep_row(shape: Shape, device: torch.device) -> dict:
     sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
     variants = {
-        name: lambda i, config=config: call(partial(fixup.attention, fixup=fixup.STREAM_K, config=config), *inputs[i])
+        name: lambda i, config=config: call(partial(stream_k, config=config), *inputs[i])
         for name, config in sweep_configs(shape, device).items()
     }
     ours = {"lean": lambda i: LEAN(*inputs[i])}
@@ -193,8 +206,6 @@ def paper_summary(rows: list[dict]) -> dict:
         its = [row[key] for row in rows if key in row]
         name = "mean_balance" + key.removeprefix("schedule")
         found[name] = {kernel: statistics.mean(each[kernel]["balance"] for each in its) for kernel in (its or [{}])[0]}
-    for name in (f"{name}_over_stream_k" for name in ONE_LAUNCH):
-        found[name] = _averages(rows, name)
     fastest = [min(row["us"], key=row["us"].get) for row in rows]
     found["fastest"] = {name: fastest.count(name) for name in dict.fromkeys(name for row in rows for name in row["us"])}
     found["lean_is_split_kv"] = sum(row["kernel_of_lean"] == "split_kv" for row in rows)

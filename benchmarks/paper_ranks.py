@@ -73,9 +73,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
         with torch.inference_mode():
             row = row_of(shape, group, share_of)
         if group.results is not None:
-            group.results.data["rows"].append(row | {"run": group.results.run})
-            group.results.save()
-            group.say("  ".join([str(shape), *(f"{name} {x:.1f}" for name, x in row["us"].items())]))
+            group.results.add(row, str(shape), "  ".join([str(shape), *(f"{name} {x:.1f}" for name, x in row["us"].items())]))
     end_after(LIMIT)
     dist.destroy_process_group()
     end_after(None)

@@ -72,6 +72,11 @@ def tokens_axis(axis, ticks: list[int], name: str, words: Callable[[int], str] =
     axis.set_xlabel(name)
 
 
+def curve(axis, x: list, y: list, name: str, label: str | None = None, **how) -> None:
+    """A line with markers in the color of this name, which is also its label by default."""
+    axis.plot(x, y, **{"marker": "o", "ms": 4, "color": COLORS[name], "label": label or name, **how})
+
+
 def generate(result: dict):
     """ms per token of each batch against the prompt, a line for each rival, and the bandwidth limit; of padded prompts, bars."""
     rows = [row for row in result["rows"] if "lengths" in row and not row["padded"]]
@@ -85,7 +90,7 @@ def generate(result: dict):
         for name in RIVALS:
             found = [(row["lengths"][0], ms) for row in of_batch if (ms := (row["rivals"].get(name) or {}).get("ms"))]
             if found:
-                axis.plot(*zip(*found, strict=True), marker="o", ms=4, color=COLORS[name], label=LABELS.get(name, name))
+                curve(axis, *zip(*found, strict=True), name, LABELS.get(name))
         floor = [(row["lengths"][0], row["floor_ms"]) for row in of_batch if "floor_ms" in row]
         if floor:
             axis.plot(*zip(*floor, strict=True), lw=1, color=GREY, label="weights and K/V read once")
@@ -97,7 +102,6 @@ def generate(result: dict):
     known = {text: line for axis in axes[0] for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known.keys(), loc="lower center", ncols=len(known), fontsize=9)
     figure.suptitle(f"generate(), {result['shape']}-shaped, {result['conditions']['device']}")
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
 
 
@@ -126,7 +130,6 @@ def decode(result: dict):
     axis.set_xticks(ticks, ["1 MiB", "16 MiB", "256 MiB", "4 GiB", "64 GiB"])
     axis.set(xlabel="K and V of the call", ylabel="TB/s of K and V", title=f"Decode kernels, {result['conditions']['device']}")
     axis.legend()
-    figure.tight_layout()
     return figure
 
 
@@ -148,7 +151,6 @@ def queries(result: dict):
         axis.set(xlabel="keys", ylabel="queries", title=f"head_dim {head_dim}")
         axis.grid(False)
     figure.suptitle(f"Time of torch's better backend over lean's, {result['conditions']['device']}")
-    figure.tight_layout()
     return figure
 
 
@@ -166,7 +168,7 @@ def averages(axis, rows: list[dict], by: str, value: Callable[[dict], float], co
 
 def paper(result: dict):
     """Figures 7a to 7c, lean over its peers; over all shapes, lean over its peers against context, heads and batch (7 and 9);
-    4, balance; the fix-ups in one launch.
+    4, balance; in results from before their kernels were removed, the fix-ups in one launch.
 
     Stars and dashed lines are the published figures.
     """
@@ -176,7 +178,7 @@ def paper(result: dict):
         its = sorted(filter(held_at(held), rows), key=lambda row: row[by])
         at = [row[by] for row in its]
         for peer in ("fa2", "split_kv"):
-            axis.plot(at, [row[f"lean_over_{peer}"] for row in its], marker="o", ms=4, color=COLORS[peer], label=f"over {peer}")
+            curve(axis, at, [row[f"lean_over_{peer}"] for row in its], peer, f"over {peer}")
         if point and its:
             axis.plot(at[-1], point[1], "*", ms=9, color=GREY, label=f"published, {published['device']}")
         tokens_axis(axis, at, words)
@@ -217,7 +219,6 @@ def paper(result: dict):
     figure.suptitle(
         f"The LeanAttention paper's comparison on {result['conditions']['device']}: averages and ranges over the rest"
     )
-    figure.tight_layout(rect=(0, 0, 1, 0.99))
     return figure
 
 
@@ -226,27 +227,13 @@ def paper_e2e(result: dict):
     figure, (time, whole) = plt.subplots(1, 2, figsize=(10, 4))
     names = ("fa2", "split_kv", "lean")
     for name in names:
-        time.plot(
-            [row["context"] for row in result["rows"]],
-            [row["ms"][name] for row in result["rows"]],
-            marker="o",
-            ms=4,
-            color=COLORS[name],
-            label=name,
-        )
-    outputs = result["summary"]["outputs"]
+        curve(time, [row["context"] for row in result["rows"]], [row["ms"][name] for row in result["rows"]], name)
+    outputs, prompt = result["summary"]["outputs"], result["summary"].get("prompt_s")
     for i, name in enumerate(names):
-        whole.bar(
-            [at + 0.27 * (i - 1) for at in range(len(outputs))],
-            [output["seconds"][name] for output in outputs],
-            0.25,
-            color=COLORS[name],
-            bottom=(result["summary"].get("prompt_s") or dict.fromkeys(names, 0))[name],
-            label=name,
-        )
-        if "prompt_s" in result["summary"]:
-            at = [at + 0.27 * (i - 1) for at in range(len(outputs))]
-            whole.bar(at, result["summary"]["prompt_s"][name], 0.25, color=GREY, label=None if i else "the prompt")
+        at, seconds = [at + 0.27 * (i - 1) for at in range(len(outputs))], [output["seconds"][name] for output in outputs]
+        whole.bar(at, seconds, 0.25, color=COLORS[name], bottom=prompt[name] if prompt else 0, label=name)
+        if prompt:
+            whole.bar(at, prompt[name], 0.25, color=GREY, label=None if i else "the prompt")
     whole.set_xticks(range(len(outputs)), [thousands(output["new_tokens"]) for output in outputs])
     time.set(xlabel="context, tokens", ylabel="ms a token")
     time.set_ylim(bottom=0)
@@ -254,7 +241,6 @@ def paper_e2e(result: dict):
     time.legend()
     whole.legend()
     figure.suptitle(f"{shaped(result)},\nbehind a long prompt, {result['conditions']['device']}")
-    figure.tight_layout()
     return figure
 
 
@@ -264,9 +250,8 @@ def share(result: dict):
     outputs, prompt = result["summary"]["outputs"], result["rows"][0]["context"]
     new = [output["new_tokens"] for output in outputs]
     for name in ("fa2", "split_kv", "lean"):
-        shares = [100 * output["decode_share"][name] for output in outputs]
-        share.plot(new, shares, marker="o", ms=4, color=COLORS[name], label=name)
-        time.plot(new, [output["with_prompt"][name] for output in outputs], marker="o", ms=4, color=COLORS[name], label=name)
+        curve(share, new, [100 * output["decode_share"][name] for output in outputs], name)
+        curve(time, new, [output["with_prompt"][name] for output in outputs], name)
     for axis in (share, time):
         ratio = lambda n: f"{prompt // n}:1" if n <= prompt else f"1:{n // prompt}"  # noqa: E731
         tokens_axis(axis, new, f"tokens of the prompt ({thousands(prompt)}) : new tokens", ratio)
@@ -274,7 +259,6 @@ def share(result: dict):
     share.set(ylabel="decode, % of the time", ylim=(0, 102))
     time.set(ylabel="seconds", yscale="log")
     figure.suptitle(f"{shaped(result)}, {result['conditions']['device']}")
-    figure.tight_layout()
     return figure
 
 
@@ -282,15 +266,9 @@ def stream(result: dict):
     """ms per token and memory against tokens read."""
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 4))
     read = [row["tokens"] for row in result["rows"]]
-    time.plot(read, [row["ms"] for row in result["rows"]], marker="o", color=COLORS["ring"], label="rolling cache")
     keeps = result["window"] + result["sinks"]
-    time.plot(
-        read,
-        [row["dense_ms"] for row in result["rows"]],
-        marker="o",
-        color=COLORS["dense"],
-        label=f"dense cache of {keeps} tokens",
-    )
+    curve(time, read, [row["ms"] for row in result["rows"]], "ring", "rolling cache", ms=None)
+    curve(time, read, [row["dense_ms"] for row in result["rows"]], "dense", f"dense cache of {keeps} tokens", ms=None)
     time.set_ylabel("ms a token")
     time.set_ylim(0, 1.3 * time.get_ylim()[1])
     time.legend()
@@ -301,7 +279,6 @@ def stream(result: dict):
     for axis in (time, memory):
         tokens_axis(axis, read, "tokens read", lambda n: f"{n // 1000}k" if n < 1_000_000 else f"{n // 1_000_000}M")
     figure.suptitle(f"Unbounded generation, {result['shape']}-shaped, {result['conditions']['device']}")
-    figure.tight_layout()
     return figure
 
 
@@ -334,7 +311,6 @@ def trained(result: dict):
     axes[-1].set(title=f"head_dim {longest}", ylabel="GB of one row, peak")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(names), fontsize=9)
     figure.suptitle(f"Attention with gradients, {result['conditions']['device']}")
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
 
 
@@ -353,7 +329,6 @@ def layer(result: dict):
         axis.set(ylabel=unit, yscale="log")
         axis.legend()
     figure.suptitle(f"One layer of GPT-J, {result['conditions']['device']}")
-    figure.tight_layout()
     return figure
 
 
@@ -370,6 +345,8 @@ PICTURES: dict[str, Callable] = {
     "paper_share.json": share,
     "stream.json": stream,
 }
+# Of what is not the title or the legend of all axes: left, bottom, right, top.
+PLACES = {"generate_8b.json": (0, 0.07, 1, 1), "kernels_training.json": (0, 0.07, 1, 1), "kernels_paper.json": (0, 0, 1, 0.99)}
 
 
 def draw(folder: Path) -> list[Path]:
@@ -382,6 +359,7 @@ def draw(folder: Path) -> list[Path]:
             continue
         with plt.rc_context(STYLE):
             figure = picture(result)
+            figure.tight_layout(rect=PLACES.get(file, (0, 0, 1, 1)))
             figure.savefig(path.with_suffix(".png"), dpi=130, metadata={"Software": None})
             plt.close(figure)
         drawn.append(path.with_suffix(".png"))

@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.prompt
     args = families.read_cases(parser, argv, CASES, reserve=60, seconds=400)
     head = {"method": METHOD, "unit": "s a call"}
     run = partial(measure, repeats=args.repeats)
-    return families.run_cases(parser, args, "prompts", command(prog, argv), head, run, add)
+    return families.run_cases(parser, args, "prompts", command(prog, argv), head, families.each(args, run, add))
 
 
 def add(results: Results, row: dict) -> None:
@@ -140,11 +140,7 @@ def add(results: Results, row: dict) -> None:
     if row["passed"]:
         speeds = (f"{rival} {row[rival]['tokens_per_s']:.0f} ({row[rival]['first_token_s']:.3f} s)" for rival in RIVALS)
         said += f"; tokens/s (first token) {', '.join(speeds)}" + "".join(f"; {reason}" for reason in row["reasons"])
-        results.data["rows"].append(row | {"run": results.run})
-    else:
-        results.data["failed"].append({"row": row["case"], "error": said})
-    results.say(said)
-    results.save()
+    results.add(row, row["case"], said, row["passed"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import geometric_mean
 
@@ -22,7 +22,7 @@ from hf_fastattn.kernels.spec import KV, Spec
 from hf_fastattn.registry import Backend
 
 from . import timing
-from .shapes import DTYPE, Shape, best_peer, check, exact, kernel_of_lean, ratios, sdpa
+from .shapes import DTYPE, Shape, best_peer, check, compete, exact, kernel_of_lean, ratios, sdpa
 
 LENGTHS = (1, 2, 4, 8, 9, 16, 17, 24, 33, 64, 65, 100, 128, 200, 256, 300, 512, 1024)
 PASTS = tuple(n << 10 for n in (2, 8, 32, 64, 128, 256))
@@ -90,56 +90,22 @@ def queries_row(shape: Shape, device: torch.device, portable: bool = False) -> d
     q_bytes = shape.batch * shape.num_heads * shape.q_len * shape.head_dim * DTYPE.itemsize
     sets = min(len(kv), timing.num_sets(shape.kv_bytes + 2 * q_bytes))
     q = torch.empty(sets, shape.batch, shape.num_heads, shape.q_len, shape.head_dim, device=device, dtype=DTYPE).normal_()
-    ours = _backends(portable)
-    rivals: dict[str, Callable[[int], torch.Tensor]] = {
-        **{name: lambda i, backend=backend: sdpa(backend, q[i], kv[i, 0], kv[i, 1]) for name, backend in PEERS.items()},
-        **{name: lambda i, backend=backend: backend.attend(q[i], KV(kv[i, 0], kv[i, 1]), SPEC) for name, backend in ours.items()},
-    }
-    expected = rivals["lean"](0)
+    backends = _backends(portable)
+    peers = {name: lambda i, backend=backend: sdpa(backend, q[i], kv[i, 0], kv[i, 1]) for name, backend in PEERS.items()}
+    ours = {name: lambda i, own=own: own.attend(q[i], KV(kv[i, 0], kv[i, 1]), SPEC) for name, own in backends.items()}
+    expected = ours["lean"](0)
     k, v = kv[0, :, -1:, -1:]
     check("lean", _sample(expected, shape), exact(_sample(q[0], shape), k, v, causal=False))
-    expected, calls, runs, errors = expected.float(), {}, {}, {}
-    for name, run in rivals.items():
-        try:
-            check(name, run(0), expected)
-            us = timing.elapsed_us(lambda run=run: run(min(1, sets - 1)), device)
-            calls[name] = timing.num_calls(sets, us)
-            runs[name] = timing.record(run, sets, calls[name], device)
-        except Exception as error:  # if a peer cannot run the shape, the others are still timed
-            if name in ours:
-                raise
-            errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
-    found = timing.medians(timing.time_rivals(runs, calls, device, **ROUNDS))
+    found = compete(peers, ours, expected.float(), sets=sets, us=None, **ROUNDS)
     us = {name: round(value, 2) for name, value in found["us"].items()}
     best = best_peer(us)
     return shape.row() | {
-        "kernel": kernel_of_lean(shape, q[0], kv[0, 0], ours["lean"]),
+        "kernel": kernel_of_lean(shape, q[0], kv[0, 0], backends["lean"]),
         "us": us,
         "us_range": {name: [round(value, 2) for value in values] for name, values in found["us_range"].items()},
-        "errors": errors,
+        "errors": found["errors"],
         "lean_over_best_peer": best and best / us["lean"],
     }
-
-
-def compile_kernels(
-    group: tuple[int, int, int], device: torch.device, shapes: Iterable[Shape] = (), portable: bool = False
-) -> None:
-    """Run fa2 and lean once for each shape of these (num_heads, num_kv_heads, head_dim), over heads that share memory.
-
-    Parallel processes then compile the kernels that rows would compile one after the other.
-    """
-    num_heads, num_kv_heads, head_dim = group
-    for shape in shapes or QUERIES:
-        if (shape.num_heads, shape.num_kv_heads, shape.head_dim) != group:
-            continue
-        q = torch.zeros(shape.batch, num_heads, shape.q_len, head_dim, device=device, dtype=DTYPE)
-        k = torch.zeros(shape.kv_len + shape.batch * num_kv_heads, head_dim, device=device, dtype=DTYPE)
-        size, strides = (shape.batch, num_kv_heads, shape.kv_len, head_dim), (num_kv_heads * head_dim, head_dim, head_dim, 1)
-        k = k.as_strided(
-            size, strides
-        )  # each head is one token further: compilation depends on the divisibility of strides by 16
-        for backend in _backends(portable).values():
-            backend.attend(q, KV(k, k), SPEC)
 
 
 # ---- summary ----

@@ -155,6 +155,15 @@ class Results:
         tqdm.write(f"[{time.perf_counter() - self.began:5.0f} s] {text}")
         sys.stdout.flush()  # a log file gets it immediately too
 
+    def add(self, row: dict, name: str, said: str, passed: bool = True) -> None:
+        """Add a row of this run, or a failure of this name if it has not passed. said: the line of the log."""
+        if passed:
+            self.data["rows"].append(row | {"run": self.run})
+        else:
+            self.data["failed"].append({"row": name, "error": said})
+        self.say(said)
+        self.save()
+
     def take_over(self, parser: argparse.ArgumentParser) -> None:
         """Continue with the rows of an earlier run in the file; a command line error if its conditions or model differ."""
         if not self.path.exists():

@@ -21,7 +21,7 @@ import contextlib
 import time
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -30,7 +30,7 @@ from hf_fastattn.patches import patch
 
 from . import families
 from .models import SHAPES, dtype_for, of_random_weights
-from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .results import Results, command
 from .runs import Prompt, free, make_prompt, synchronize, twin
 
 METHOD = "sampled generate() with TRL's arguments, a step of AdamW between two calls; stock and patch() in the same process"
@@ -148,6 +148,7 @@ def prompts(args: argparse.Namespace, vocab_size: int, device: torch.device) -> 
 
 def measure(args: argparse.Namespace, precision: str, patched: bool, device: torch.device) -> dict:
     """Seconds of rollouts and steps of one model, its peak memory and the error of its logits."""
+    free(device)
     policy = Policy(args, precision, device)
     prompt = prompts(args, policy.subject.text_config.vocab_size, device)
     found: dict = {"rollout_s": [], "step_s": [], "tokens": []}
@@ -178,16 +179,12 @@ def measure(args: argparse.Namespace, precision: str, patched: bool, device: tor
 def add(results: Results, precision: str, stock: dict, ours: dict, device: torch.device) -> None:
     """Add a row, or a failure if the logits of the patched model are wrong."""
     dtype = torch.bfloat16 if precision == "autocast" else dtype_for(device)
-    row = {"precision": precision, "stock": stock, "patched": ours, "run": results.run}
+    row = {"precision": precision, "stock": stock, "patched": ours}
     row["allowed"] = 2 * stock["error"] + 4 * torch.finfo(dtype).eps * ours["largest_logit"]
     said = f"{precision}: stock {seconds(stock)}, patch() {seconds(ours)}, errors {stock['error']:.3g} and {ours['error']:.3g}"
     said += f"; {ours['captures']} captures, {ours['replays']} replays, {ours['uncaptured']} uncaptured"
-    results.say(said + "".join(f"; {reason}" for reason in ours["reasons"]))
-    if ours["error"] <= row["allowed"]:
-        results.data["rows"].append(row)
-    else:
-        results.data["failed"].append({"row": precision, "error": said})
-    results.save()
+    said += "".join(f"; {reason}" for reason in ours["reasons"])
+    results.add(row, precision, said, ours["error"] <= row["allowed"])
 
 
 def seconds(found: dict) -> str:
@@ -199,8 +196,6 @@ def seconds(found: dict) -> str:
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.rollout") -> int:
     """Measure the chosen rows. Returns 0, or 1 if there was no time for one or its logits are wrong."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="qwen3-1.7b", choices=MODELS, help="default: %(default)s")
-    parser.add_argument("--only", type=listed, default=list(PRECISIONS), help=f"of {', '.join(PRECISIONS)}; default all")
     parser.add_argument("--prompts", type=int, default=8, help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="of the longest prompt (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="of each prompt (default: %(default)s)")
@@ -208,27 +203,16 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.rollou
     parser.add_argument("--new", type=int, default=new, help="new tokens (default: %(default)s, TRL's)")
     parser.add_argument("--rollouts", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW (default: %(default)s)")
-    parser.add_argument("--reserve", type=float, default=90, help="seconds that a row may need (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="keep the other rows in the JSON")
-    add_options(parser, seconds=225)
-    args = parser.parse_args(argv)
-    check_names(parser, args.only, PRECISIONS, "precisions")
-    need_gpu(parser, args, [args.shape])
-    device = find_device(args.device)
-    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "unit": "s a rollout", "given": GIVEN}
+    args = families.read_cases(parser, argv, PRECISIONS, reserve=90, seconds=225, shapes=MODELS)
+    head = {"method": METHOD, "unit": "s a rollout", "given": GIVEN}
     head |= {name: getattr(args, name) for name in ("prompts", "prompt_tokens", "samples", "new", "lr")}
-    results = families.begin(parser, args, "rollout", command(prog, argv), device, head)
-    results.data["rows"] = [row for row in results.data["rows"] if row["precision"] not in args.only]
-    for precision in progress(args.only, "rollouts", "row"):
-        if results.left() < args.reserve:
-            results.data["not_run"].append(precision)
-            continue
-        found = []
-        for patched in (False, True):
-            found.append(measure(args, precision, patched, device))
-            free(device)
-        add(results, precision, *found, device)
-    return families.end(results)
+
+    def begun(results: Results, device: torch.device) -> Callable[[str], object]:
+        return lambda precision: add(
+            results, precision, *(measure(args, precision, patched, device) for patched in (False, True)), device
+        )
+
+    return families.run_cases(parser, args, "rollout", command(prog, argv), head, begun, key="precision")
 
 
 if __name__ == "__main__":

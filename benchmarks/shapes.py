@@ -118,27 +118,31 @@ def compete(
     expected: torch.Tensor,
     *,
     sets: int,
-    us: float,
+    us: float | None,
     part: Callable[[torch.Tensor], torch.Tensor] = lambda out: out,
     ready: Callable[[], object] = lambda: None,
+    **rounds: float,
 ) -> dict:
     """Check all rivals on input set 0, then time them: the "us", "us_range" and "errors" of a row.
 
     A peer that cannot run the shape, or whose result is wrong, is skipped, with the reason in "errors". A wrong result of one of
     the package's kernels raises WrongResult. `expected` is the exact `part` of the result; `us` an estimate of the time of a
-    call; `ready` is called before the times.
+    call, None to measure one of each; `ready` is called before the times; rounds: see `timing.time_rivals`.
     """
-    calls, runs, errors = timing.num_calls(sets, us), {}, {}
+    calls: dict[str, int] = {}
+    runs, errors, device = {}, {}, expected.device
     for name, run in {**peers, **ours}.items():
         try:
             check(name, part(run(0)), expected)
-            runs[name] = timing.record(run, sets, calls, expected.device)
+            took = timing.elapsed_us(lambda run=run: run(min(1, sets - 1)), device) if us is None else us
+            calls[name] = timing.num_calls(sets, took)
+            runs[name] = timing.record(run, sets, calls[name], device)
         except Exception as error:  # any error: the others are still timed
             if name in ours:
                 raise
             errors[name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     ready()
-    return timing.medians(timing.time_rivals(runs, calls, expected.device)) | {"errors": errors}
+    return timing.medians(timing.time_rivals(runs, calls, device, **rounds)) | {"errors": errors}
 
 
 def bandwidth(device: torch.device) -> float | None:

@@ -68,24 +68,9 @@ def _resize(model, rows):
     model.config.vocab_size = rows
 
 
-def _in_place(model):
-    with torch.no_grad():
-        model.lm_head.weight.mul_(-1)
-
-
-CHANGES = {
-    "scale": lambda m: setattr(m.model.layers[0].self_attn, "scaling", 0.5 * m.model.layers[0].self_attn.scaling),
-    "hook": lambda m: m.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 1.5 * out),
-    "weight": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.lm_head.weight.detach().flip(0).clone())),
-    "in place": _in_place,
-    "larger": lambda m: _resize(m, VOCAB + 8),
-    "smaller": lambda m: _resize(m, 100),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("rows", [VOCAB + 8, 100], ids=["larger", "smaller"])
 @pytest.mark.parametrize("family, backend", [("llama", "lean"), ("mistral", "lean"), ("llama", "streaming")])
-def test_a_change_between_two_calls_is_seen(change, family, backend, monkeypatch):
+def test_another_vocabulary_between_two_calls_is_seen(rows, family, backend):
     """The graphs of these tests keep the memory that they read: only a change of a table is compared first."""
     options = {"window": 60} if backend == "streaming" else {}
     first = prompts("no_padding", "cpu", rows=1)
@@ -96,9 +81,9 @@ def test_a_change_between_two_calls_is_seen(change, family, backend, monkeypatch
         with hf_fastattn.patch(model, backend, graph=graph, **options), torch.no_grad():
             for _ in range(4):
                 generate(model, first)
-            CHANGES[change](model)
+            _resize(model, rows)
             ids = first["input_ids"] % model.config.vocab_size
-            if change == "larger":
+            if rows > VOCAB:
                 ids[0, 5:13] = torch.arange(VOCAB, VOCAB + 8)
             found.append(torch.stack([generate(model, {"input_ids": ids}) for _ in range(3)]))
         assert kept

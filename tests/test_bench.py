@@ -413,7 +413,7 @@ def test_a_row_that_fails_does_not_end_the_others(tmp_path):
 
     families.measure_cases(kept, "x", ["a", "b", "c"], lambda: loaded.append(1) or "model", measure, str, CPU, reserve=2)
     assert [row["case"] for row in kept.data["rows"]] == ["a", "c"] and loaded == [1]
-    assert kept.data["failed"] == [{"row": "x b", "error": "ValueError: no"}] and not kept.data["not_run"]
+    assert kept.data["failed"] == [{"row": "x b", "error": "x b failed: ValueError: no"}] and not kept.data["not_run"]
     families.measure_cases(kept, "x", ["d"], lambda: "model", measure, str, CPU, reserve=1e9)
     assert kept.data["not_run"] == ["x d"]
 
@@ -509,9 +509,8 @@ def test_first_tokens(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_prompts_in_chunks(tmp_path):
-    options = ["--shape", "tiny", "--lengths", "300", "--chunks", "whole,100,auto,4096", "--repeats", "1", "--reserve", "0"]
-    assert chunks.main([*options, "--device", "cpu", "--out", str(tmp_path)]) == 0
-    whole, parts, auto = json.loads((tmp_path / "chunks_tiny.json").read_text())["rows"]
+    options = ["--shape", "tiny", "--repeats", "1", "--reserve", "0"]
+    whole, parts, auto = rows_of(chunks.main, tmp_path, "chunks_tiny", *options)
     assert whole["chunk"] is auto["chunk"] is None and (parts["chunk"], parts["pairs"]) == (100, 30_000)
     assert whole["estimate_bytes"] == 3 * parts["estimate_bytes"] and min(each["first_token_s"] for each in (whole, parts)) > 0
 
@@ -568,9 +567,9 @@ def test_a_restricted_model_generates_no_padding(tiny):
     assert {*tokens.flatten().tolist(), *ids.flatten().tolist()} <= set(modes.VOCABULARY)
 
 
-def test_a_row_of_a_mode_with_wrong_logits_fails():
+def test_a_row_of_a_mode_with_wrong_logits_fails(tmp_path):
     subject = SimpleNamespace(model=hf.random_model("llama", torch.float32, CPU, **models.SHAPES["tiny"][1]))
-    found = SimpleNamespace(data={"rows": [], "failed": []}, say=lambda text: None)
+    found = results.Results(tmp_path / "x.json", 60, "", failed=[])
     bench, ids, errors = modes.Bench(None, subject, found, CPU), torch.arange(3, 12)[None], []
     logits = subject.model(ids[:, :-1]).logits[:, -2:]
     for wrong in (0.0, 1.0, math.nan):

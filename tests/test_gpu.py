@@ -15,13 +15,12 @@ from cases import Case, ragged
 from conftest import DEVICE
 from test_kernels import LEAN, check_case, force_programs
 
-import hf_fastattn
 from hf_fastattn.kernels.attention import prefill_hopper
 from hf_fastattn.kernels.attention.lean import lean
 from hf_fastattn.kernels.decode import rope
 from hf_fastattn.kernels.host import counters
 from hf_fastattn.kernels.spans import build_spans
-from hf_fastattn.kernels.spec import Spec, call
+from hf_fastattn.kernels.spec import call
 
 if DEVICE != "cuda":
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -251,14 +250,3 @@ def test_a_profiler_sees_every_launch():
         enter.remove(hook)
     call(lean, q, k, v)
     assert len(heard) == 6 and len(set(heard)) == 2  # the attention kernel and the merge kernel, three times
-
-
-@pytest.mark.parametrize("name", ["fa2", "split_kv", "lean"])
-def test_opaque_op_compiles_with_fullgraph(name):
-    q, k, v = inputs(batch=1, kv_len=300)
-    options = (None, None, None, *Spec())
-    compiled = torch.compile(lambda q, k, v: torch.ops.hf_fastattn.attention(name, q, k, v, *options) * 2, fullgraph=True)
-    with hf_fastattn.count_calls() as calls:
-        out = compiled(q, k, v)
-    assert sum(calls.values()) == 1
-    assert torch.equal(out, torch.ops.hf_fastattn.attention(name, q, k, v, *options) * 2)

@@ -524,14 +524,6 @@ def test_merging_in_several_chunks(kernel, case, device, monkeypatch):
     check_case(kernel, case, device)
 
 
-@with_lean
-def test_lean_is_bitwise_repeatable(kernel, device, monkeypatch):
-    force_programs(monkeypatch, 7)
-    x = make(SCHEDULE_CASES[1], device)
-    first, second = (run(kernel, x.q, x.k, x.v, x.spans, x.options) for _ in range(2))
-    assert all(map(torch.equal, first, second))
-
-
 # Spans.
 
 

@@ -186,34 +186,6 @@ def test_custom_processors_criteria_and_streamers_run_unchanged(captured, llama)
     torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-4)
 
 
-def test_adapters(captured):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    model = peft.get_peft_model(tiny("llama", "sdpa"), peft.LoraConfig(**config, lora_alpha=32)).eval()
-    model.add_adapter("other", peft.LoraConfig(**config, lora_alpha=64))
-    model.eval()
-    inputs = prompts("left_padding", "cpu")
-
-    def all_ways():
-        found = []
-        for _ in range(2):
-            for adapter in ("default", "other"):
-                model.set_adapter(adapter)
-                found.append(generate(model, inputs))
-            with model.disable_adapter():
-                found.append(generate(model, inputs))
-        return found
-
-    expected = all_ways()
-    assert not torch.equal(expected[0], expected[1])
-    with hf_fastattn.patch(model) as patch:
-        assert all(torch.equal(a, b) for a, b in zip(all_ways(), expected, strict=True))
-        # One for each way, and none the second time; two more for the prompts that follow the first two.
-        assert patch.captures == 5 and not patch.reasons
-    assert "_prepare_cache_for_generation" not in vars(model.get_base_model())
-
-
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "PromptEncoderConfig"])
 def test_prompt_learning_is_refused_with_a_way_that_runs(kind):
     peft = pytest.importorskip("peft")

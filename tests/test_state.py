@@ -42,12 +42,15 @@ def test_random_sequences(world, sequence):
     run(world, sequence)
 
 
+@pytest.mark.parametrize("name", ACTIONS)
+def test_each_action_in_two_of_its_variants(name):
+    run("llama", [(name, variant) for variant in range(min(2, ACTIONS[name][1]))])
+
+
 # Errors of earlier versions: the model, and the shortest sequence that shows the error.
 FOUND = {
     "a thread's own vector": ("llama", [("steer", 1)] * 2),
     "a vector behind a weak reference": ("llama", [("steer", 2)] * 2),
-    "a layer removed": ("llama", [("remove_a_layer", 0)]),
-    "a layer added": ("llama", [("add_a_layer", 0)]),
     "a layer added, and the patch undone": ("rolling", [("add_a_layer", 0), ("patch_again", 0)]),
     "a copy whose forward runs the original": ("rolling", [("set_forward_of_the_model", 0), ("deepcopy_the_model", 0)]),
     "such a copy, with a layer more": (
@@ -65,6 +68,14 @@ FOUND = {
 def test_errors_of_earlier_versions(name):
     world = run(*FOUND[name])
     assert not world.refused
+
+
+def test_each_adapter_is_captured_once():
+    both = [("set_an_adapter", 0), ("set_an_adapter", 1), ("disable_adapters", 0), ("disable_adapters", 0)]
+    world = run("llama", [("add_an_adapter", 0), ("add_an_adapter", 1), *both, *both])  # of steps, then of prompts
+    captures = world.ours.patch.captures
+    world.run(both)
+    assert world.ours.patch.captures == captures and not world.ours.patch.reasons and not world.refused
 
 
 def test_an_error_that_the_caller_raises_once_in_a_rehearsal_is_not_lost():

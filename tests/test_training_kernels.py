@@ -326,33 +326,6 @@ def test_results_are_bitwise_repeatable(backward, head_dim, own, device):
             assert want is None or torch.equal(got, want)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-def test_nothing_is_compiled_per_length(device):
-    from hf_fastattn.kernels.attention.backward import dkdv_kernel, dq_kernel
-    from hf_fastattn.kernels.attention.backward.hopper import dkdv_hopper_kernel
-    from hf_fastattn.kernels.attention.prefill import prefill_kernel
-    from hf_fastattn.kernels.attention.prefill_hopper import prefill_hopper_kernel
-
-    kernels = prefill_kernel, prefill_hopper_kernel, dq_kernel, dkdv_kernel, dkdv_hopper_kernel
-
-    def variants() -> int:
-        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
-
-    def train(length: int) -> None:
-        for own in ({"num_heads": 16, "starts": ((0, length // 3),)}, {"num_heads": 8}):
-            x = make(Case(length, length, num_kv_heads=8, head_dim=64, dtype="bf16", **own), device)
-            for backward in BACKWARDS:
-                gradients(x, ATTENTION, backward)
-
-    before = variants()
-    train(200)
-    compiled = variants()
-    assert compiled > before
-    for length in range(201, 2600, 126):
-        train(length)
-    assert variants() == compiled
-
-
 def test_programs_share_a_group_where_kv_heads_are_few():
     sms = gpu.num_sms(torch.device("cpu"))
     splits = [tables.group_splits(torch.device("cpu"), programs, 8) for programs in (1, sms, sms + 1)]

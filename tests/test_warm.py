@@ -526,7 +526,7 @@ def test_the_command_refuses_in_a_sentence(arguments, says, tmp_path, capsys):
 @pytest.mark.parametrize("more", [[], ["--batch", "64"]], ids=["generate", "batch"])
 def test_the_command_compiles_and_exports_from_a_configuration_alone(more, cache, tmp_path, monkeypatch, capsys):
     tiny("llama").config.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(ahead, "_compile", lambda kernels, show: [pretend(kernel, cache) for kernel in kernels])
+    monkeypatch.setattr(ahead, "_compile", lambda kernels: [pretend(kernel, cache) for kernel in kernels])
     file = str(tmp_path / "kernels.zip")
     options = ["--rows", "1", "--tokens", "300", "--arch", "90", "--dtype", "bfloat16", "--export", file]
     assert cli.main(["warm", str(tmp_path / "model"), *options, *more]) == 0

@@ -6,6 +6,7 @@ Bytes are those of weights and live K/V, each read once; activations are ignored
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from .. import hf
 from ..report.tables import size
 
 WINDOW = 4096  # for the variant with a window
+BATCHES, LENGTHS = range(1, 1 << 30), range(1, 1 << 40)
 
 
 @dataclass(frozen=True)
@@ -291,12 +293,9 @@ def roofline(facts: Facts, gpu: GPU, length: int) -> Roofline:
         """By bisection: operations grow with the batch, and the bytes for each row do not."""
         if ratio is None:
             return None
-        low, high = 0, 1 << 30
-        while high - low > 1:
-            batch = (low + high) // 2
-            reached = batch * (weight_flops + attention) >= ratio * (weights(batch) + batch * kv)
-            low, high = (low, batch) if reached else (batch, high)
-        return high if high < 1 << 30 else None
+        reached = lambda batch: batch * (weight_flops + attention) >= ratio * (weights(batch) + batch * kv)  # noqa: E731
+        found = bisect_left(BATCHES, True, key=reached)
+        return BATCHES[found] if found < len(BATCHES) else None
 
     return Roofline(
         ratio,
@@ -309,14 +308,8 @@ def roofline(facts: Facts, gpu: GPU, length: int) -> Roofline:
 
 def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:
     """The most tokens per row for which weights and K/V fit into memory (0: none); None if there is no limit."""
-    room = (gpu.memory - facts.weight_bytes) / batch
-    low, high = 0, 1 << 40
-    if facts.kv_bytes(high) <= room:
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if facts.kv_bytes(middle) <= room else (low, middle)
-    return low
+    found = bisect_right(LENGTHS, (gpu.memory - facts.weight_bytes) / batch, key=facts.kv_bytes)
+    return found if found < len(LENGTHS) else None
 
 
 def relatives(facts: Facts) -> list[tuple[str, Facts]]:

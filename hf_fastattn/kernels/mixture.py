@@ -16,7 +16,6 @@ import torch
 from . import checks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-ACTS = ("silu", "gelu_tanh", "sigmoid")
 MAX_TOKENS = 64
 MAX_CHOICES = 32  # experts per token
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from .. import hf
 from ..kernels.ahead import archive, describe, locks, server
@@ -93,7 +94,7 @@ def begin(model: hf.PreTrainedModel, lazily: bool, page: int = 0) -> Ahead | Non
     if lazily:
         return None
     if (reason := server.why_not()) is not None:
-        _say_once(f"Kernels are compiled at their first launch, as {reason}.")
+        _warn_once(f"Kernels are compiled at their first launch, as {reason}.")
         return None
     try:
         recipe = warm.Recipe.of(model, batch=page)
@@ -104,13 +105,7 @@ def begin(model: hf.PreTrainedModel, lazily: bool, page: int = 0) -> Ahead | Non
     return made
 
 
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        warn(text)
+_warn_once = functools.cache(warn)
 
 
 _VOLATILE = {
@@ -147,22 +142,19 @@ class Known:
         archive.note(self.name, kernels)
 
 
-def compile_all(kernels: Sequence[Kernel], show: Callable[[str], None] | None = None) -> str:
+def compile_all(kernels: Sequence[Kernel]) -> str:
     """Compile kernels into Triton's cache, in other processes or, where there can be none, in this one. Returns a sentence with
-    their number and the time. Raises RuntimeError if one does not compile.
-
-    show: called with a line of progress; None for a terminal's.
-    """
+    their number and the time. Raises RuntimeError if one does not compile."""
     began, missing = time.perf_counter(), [kernel for kernel in kernels if not locks.is_there(kernel.key)]
     if missing and (reason := server.why_not()) is not None:
         raise RuntimeError(f"Kernels cannot be compiled ahead: {reason}.")
     if missing:
-        _compile(missing, show or _on_terminal)
+        _compile(missing)
     seconds = time.perf_counter() - began
     return f"{len(missing)} kernels compiled in {seconds:.1f} s, {len(kernels) - len(missing)} were there."
 
 
-def _compile(kernels: Sequence[Kernel], show: Callable[[str], None]) -> None:
+def _compile(kernels: Sequence[Kernel]) -> None:
     try:
         process = server.Server()
     except OSError:
@@ -173,18 +165,18 @@ def _compile(kernels: Sequence[Kernel], show: Callable[[str], None]) -> None:
     work.start()
     try:
         while work.is_alive():
-            show(f"{process.done} of {len(kernels)} kernels compiled")
+            _show(f"{process.done} of {len(kernels)} kernels compiled")
             work.join(0.1)
     finally:
         process.close()
-        show("")
+        _show("")
     for name, error in process.failed.items():
         raise RuntimeError(f"{name} does not compile: {error}")
     if process.done < len(kernels):
         raise RuntimeError("The process that compiles kernels has ended; they are compiled at their first launch.")
 
 
-def _on_terminal(text: str) -> None:
+def _show(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import torch
@@ -136,15 +136,7 @@ def check_chunks(model: hf.PreTrainedModel, asked: str | None, cache: str | None
 def _why_no_kernel(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:
     """The reason why the backend cannot serve one of the model's layers, or None."""
     for shape in dict.fromkeys(hf.layer_shapes(model.config)):
-        reason = backend.why_not(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            value_dim=shape.value_dim,
-            dtype=model.dtype,
-            device=hf.device_of(model),
-        )
-        if reason:
+        if reason := backend.why_not(**asdict(shape), dtype=model.dtype, device=hf.device_of(model)):
             return reason
     return None
 
