@@ -18,7 +18,7 @@ from .layers import SLACK, Layer, Track
 class PreallocatedStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
-    takes_many = takes_prompts = takes_packed = True
+    takes_many = takes_prompts = takes_packed = skips_padding = True
     kv_dtype: str | None = None  # of K and V in 8 bits
     layers: list[Any]
 
@@ -68,6 +68,10 @@ class PreallocatedStorage(Storage):
     @property
     def used(self) -> bool:
         return steps.mode(self) != EAGER or self.seen > 0
+
+    @property
+    def live(self) -> torch.Tensor | None:
+        return self.tracks[0].live if self.skips_padding and self.tracks else None
 
     @property
     def version(self) -> int:
@@ -151,7 +155,7 @@ class PreallocatedStorage(Storage):
             for layer in mine:
                 if layer.base < base:
                     layer.move(base)
-            track.sync(device, seen - base, seen)
+            track.sync(device, seen - base, seen, tokens)
 
     def step(self) -> None:
         step = steps.over(self)

@@ -98,6 +98,8 @@ def _by_kernel(
         return None
     from ...kernels.decode import experts as kernel
 
+    if (real := steps.no_padding(len(hidden_states))) is not None:
+        top_k_index = torch.where(real, top_k_index, -1)  # padding has no expert
     # In a graph, more tokens run in parts: batched_mm would copy the weights of an expert for each of its tokens.
     inputs = (tensor.contiguous().split(mixture.MAX_TOKENS) for tensor in (hidden_states, top_k_index, top_k_weights))
     delayed = merged.current()
