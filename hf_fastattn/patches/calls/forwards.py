@@ -154,7 +154,7 @@ class Forwards:
             asked[nearest(tokens)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
             options["later"] = storage is self.storage and graphs.budget > graphs.seconds and self.captures_later()
-            size, wanted = choose(self.cost, rows, tokens, tokens_in(cache), **options)
+            size, wanted = choose(self.cost.over(storage), rows, tokens, tokens_in(cache), **options)
             if before >= 0 and storage is self.storage:
                 self.wanted |= wanted
                 self.around = type(cache).around

@@ -57,6 +57,11 @@ def had(module: torch.nn.Module) -> str:
     return hf.experts_implementation(module).removeprefix(PREFIX)
 
 
+def is_used(module: torch.nn.Module) -> bool:
+    """Whether a module runs the kernel where it can."""
+    return hf.asks_for_experts(module) and hf.experts_implementation(module).startswith(PREFIX)
+
+
 def use(modules: list[torch.nn.Module]) -> str:
     """Let modules run the kernel; returns the names of the implementations that they had."""
     for module in modules:
