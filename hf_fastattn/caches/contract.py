@@ -119,6 +119,11 @@ class Storage:
         """Whether this many tokens fit without growing."""
         return tokens <= self.capacity
 
+    def ahead(self, tokens: int) -> int:
+        """For how many tokens the buffers are made that follow these, which are too small for `tokens`: so many, or more, so that
+        growing texts seldom need others, whose graphs would be captured again."""
+        return tokens
+
     def reset(self) -> None:
         """Discard all tokens and keep the buffers."""
 
