@@ -57,10 +57,11 @@ class Puts:
 
 
 @contextmanager
-def captured() -> Iterator[None]:
-    """A context in which the code runs as if a decode graph captured it."""
-    storage = type("Storage", (), {})()
+def captured(tokens: int = 1, **of_storage: object) -> Iterator[None]:
+    """A context in which the code runs as if a decode graph of so many tokens of each row captured it."""
+    storage = type("Storage", (), of_storage)()
     step = steps.begin(storage, steps.CAPTURED)
+    step.tokens = tokens
     try:
         yield
     finally:

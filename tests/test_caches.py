@@ -456,15 +456,17 @@ def test_capacities():
         assert type(model.config.streaming_window) is int and type(model.config.streaming_sinks) is int
 
 
+@pytest.mark.parametrize("live", [None, 1, 3])
 @pytest.mark.parametrize("slot", [-9, -4, -2, 0, 3, 5, 7, 8, 20])
-def test_append_writes_some_tokens_and_nothing_outside_the_buffer(slot, device):
+def test_append_writes_some_tokens_and_nothing_outside_the_buffer(slot, live, device):
     keys, values = torch.arange(2 * 3 * 8 * 4.0, device=device).view(2, 3, 8, 4).split(2, -1)
     new = torch.rand(2, 4, 3, 4, device=device).transpose(1, 2).split(2, -1)
     expected = [torch.cat([held, torch.zeros(2, 3, 16, 2, device=device)], 2) for held in (keys, values)]
     for held, states in zip(expected, new, strict=True):
         skipped = max(-slot, 0)
-        held[:, :, max(slot, 0) : max(slot + 4, 0)] = states[:, :, skipped:]
-    append(KV(keys, values), *new, torch.tensor([slot], device=device))
+        stop = live or 4  # those that follow are padding
+        held[:, :, max(slot, 0) : max(slot + stop, 0)] = states[:, :, skipped:stop]
+    append(KV(keys, values), *new, torch.tensor([slot], device=device), live and torch.tensor([live], device=device))
     assert all(torch.equal(got, held[:, :, :8]) for got, held in zip((keys, values), expected, strict=True))
 
 

@@ -274,6 +274,21 @@ def test_in_a_graph_more_tokens_run_in_parts(launched):
     torch.testing.assert_close(got, want)
 
 
+@runs_kernels
+def test_padding_of_a_graph_has_no_expert(launched):
+    module = own_experts("mixtral")
+    x, chosen, scores = routed(module, 70)  # two rows
+    real = torch.arange(70, device=DEVICE) % 35 < 3
+    chosen = torch.where(real[:, None], chosen % 2, 3)
+    want = torch.where(real[:, None], module(x, chosen, scores), 0.0)
+    module.gate_up_proj.data[3] = float("nan")
+    experts.use([module])
+    with captured(35, rows=2, live=torch.tensor([3], device=DEVICE)):
+        got = module(x, chosen, scores)
+    assert launched == [True, True]
+    torch.testing.assert_close(got, want)
+
+
 class Doubled(torch.nn.Module):
     def forward(self, weight):
         return weight * 2

@@ -577,6 +577,38 @@ def test_spans_agree_with_the_mask(device):
     check()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_spans_with_padding_are_those_of_the_other_queries(masked, device):
+    mask = torch.ones(3, 50, dtype=torch.bool, device=device)
+    mask[1, :7] = False
+    options = {"q_offset": torch.tensor([40], device=device), "window": 20, "attention_mask": mask if masked else None}
+    expected = spans.build_spans(3, 5, 70, device, **options).clone()
+    expected[..., spans.FLAGS] += 11 << spans.PADDING
+    found = spans.build_spans(3, 16, 70, device, live=torch.tensor([5], device=device), **options)
+    assert torch.equal(found[..., : spans.WORDS + 2 * masked], expected[..., : spans.WORDS + 2 * masked])
+
+
+@pytest.mark.parametrize("masked, window", [(True, None), (False, 25)])
+@pytest.mark.parametrize("kernel", here(PREFILL, SPLIT_KV, LEAN), ids=lambda k: k.name)
+def test_padding_visits_no_keys(kernel, masked, window, device):
+    """Queries 17 to 79 are padding. K and V are NaN from slot 47 on."""
+    past, live, q_len = 30, 17, 32 if kernel.max_rows else 80
+    q, (k, v) = torch.randn(2, 2, q_len, 16, device=device), torch.randn(2, 2, 1, 130, 16, device=device)
+    k[:, :, past + live :] = v[:, :, past + live :] = float("nan")
+    mask = torch.ones(2, past + live, dtype=torch.bool, device=device)
+    mask[1, :9] = False
+    ints = spans.build_spans(
+        2, q_len, 130, device, q_offset=torch.tensor([past], device=device), live=torch.tensor([live], device=device),
+        window=window, attention_mask=mask if masked else None,
+    )  # fmt: skip
+    own = spans.build_spans(2, live, past + live, device, q_offset=past, window=window, attention_mask=mask if masked else None)
+    found = kernel.launcher()(q, KV(k, v), Spec(), ints)
+    expected = reference.attention(q[:, :, :live], KV(k[:, :, : past + live], v[:, :, : past + live]), Spec(), own)
+    assert torch.allclose(found[:, :, :live], expected, atol=2e-5) and found.isfinite().all()
+    # In the interpreter a block has 32 rows. No tile is read for the others.
+    assert ON_GPU or kernel.max_rows or not found[:, :, 32:].any()
+
+
 def test_spans_without_holes_are_marked(device):
     mask = torch.ones(4, 70, dtype=torch.bool, device=device)
     mask[1, :10] = False

@@ -180,15 +180,16 @@ def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, norm
     cos, sin = (torch.randn(2, 2, width, device=DEVICE, dtype=torch.float16) for _ in range(2))
     one, each = torch.tensor([4], device=DEVICE), torch.tensor([6, -1], device=DEVICE)  # tokens past the end and before slot 0
 
-    def step(v, slot, read=lambda k: k):
+    def step(v, slot, read=lambda k: k, live=None):
         keys, values = (torch.zeros(2, 2, 7, x.shape[-1], dtype=x.dtype, device=DEVICE) for x in (k, v))
         turned = rotate(*([norms[0](q), norms[1](k)] if normed else [q, k]), cos, sin)
-        append(KV(keys, values), read(turned[1]), turned[1] if v is k else v, slot)
+        append(KV(keys, values), read(turned[1]), turned[1] if v is k else v, slot, live)
         return [*turned, keys, values]
 
     cases = {
         "one slot": (1, lambda: step(v, one)),
         "a slot for each row": (1, lambda: step(v, each)),
+        "padding": (1, lambda: step(v, one, live=torch.tensor([1], device=DEVICE))),
         "a view": (1, lambda: step(v, one, lambda k: k.transpose(1, 2).transpose(1, 2))),
         "longer values": (2, lambda: step(long_v, one)),
         "values are the rotated keys": (2, lambda: step(k, one)),

@@ -30,7 +30,7 @@ from hf_fastattn.kernels.attention.prefill_hopper.merge import merge_shares  # n
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
-from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, no_spans, segments, with_rows  # noqa: E402
+from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, PADDING, no_spans, segments, with_rows  # noqa: E402
 from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
@@ -65,10 +65,26 @@ def test_plan_visits_every_visible_key_once_and_masks_where_it_must(causal, wind
     window = NO_WINDOW if window is None else window
     row_bounds = _as_python(plan.row_bounds)
     for holes in (False, True):
-        spans = (q_start, kv_start, kv_stop, window, causal, holes)
+        spans = (q_start, kv_start, kv_stop, window, causal, holes, q_start + q_len)
         bounds = [row_bounds(q_start + m, kv_start, kv_stop, window, causal) for m in range(q_len)]
         for block_m, block_n in ((128, 128), (128, 64)):
             assert_visits(bounds, spans, [], block_m, block_n)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 100])
+@pytest.mark.parametrize("live", [1, 40, 128, 290])
+def test_plan_of_padding_has_one_tile_for_each_block(live, window):
+    q_start, q_len, kv_len = 5000, 512, 8192
+    memory = [q_start, 0, q_start + live, window, CAUSAL + ((q_len - live) << PADDING), 0]
+    row_bounds, load_spans = _as_python(plan.row_bounds), _as_python(plan.load_spans, memory=memory)
+    spans = _as_python(plan.row_spans, load_spans=load_spans)(0, q_len, kv_len, NO_WINDOW, False, False)
+    bounds = [row_bounds(q_start + m, 0, q_start + live, window, True) for m in range(live)]
+    assert_visits(bounds, spans, [], 128, 128)
+    names = {name: _as_python(getattr(plan, name), row_bounds=row_bounds) for name in ("block_bounds", "narrowed_block")}
+    tiles_of = _as_python(plan.tiles_of, **names)
+    for first in range(0, q_len, 128):
+        lo, hi, num_tiles, *_ = tiles_of(first, q_len, 0, spans, 128, 128, False)
+        assert (lo, hi, num_tiles) == (lo, lo, 1) if first >= live else hi == min(q_start + first + 128, q_start + live)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -99,7 +115,7 @@ def assert_visits(bounds, spans, memory, block_m, block_n) -> None:
     bounds_of = {"row_bounds": _as_python(plan.row_bounds), "narrowed": narrowed}
     names = {name: _as_python(getattr(plan, name), **bounds_of) for name in ("block_bounds", "narrowed_block")}
     tiles_of, tile_start = _as_python(plan.tiles_of, **names), _as_python(plan.tile_start)
-    _q_start, _kv_start, kv_stop, _window, _causal, holes = spans
+    _q_start, _kv_start, kv_stop, _window, _causal, holes, _live_stop = spans
     q_len = len(bounds)
     for first in range(0, q_len, block_m):
         tiles = tiles_of(first, q_len, 0, spans, block_m, block_n, bool(memory))
@@ -157,7 +173,7 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
     bounds["block_bounds"] = python(plan.block_bounds, **bounds)
     bounds["narrowed_block"] = python(plan.narrowed_block)
     used = {name: python(getattr(plan, name), **bounds) for name in ("block_and_share", "block_at", "share_of", "tiles_of")}
-    used["row_spans"] = lambda _ptr, q_len, kv_len, window, *_: (kv_len - q_len, 0, kv_len, window, False, False)
+    used["row_spans"] = lambda _ptr, q_len, kv_len, window, *_: (kv_len - q_len, 0, kv_len, window, False, False, kv_len)
     work, rows = python(items.item_of, **used), python(items.heads_and_queries)
     config = replace(hopper.config(64, 64), pack=pack, split=splits > 1)
     num_packs = kv_heads * -(-group // pack)

@@ -91,6 +91,8 @@ def attention_mask(
         ints = torch.ops.hf_fastattn.build_spans(*sizes, at, attention_mask, on_device, on_host, start, causal, window)
     else:
         options: dict[str, Any] = {"causal": causal, "window": window, "attention_mask": attention_mask}
+        if causal and (on_device is not None or not steps.captured()):  # else it is an encoder's
+            options["live"] = steps.live(q_length)
         ints = spans.build_spans(*sizes, at, q_offset=q_offset, kv_offset=start, **options)
     return masks.of_spans(ints, sizes, made_for)
 

@@ -116,6 +116,7 @@ class SpansMask(Mask):
         rows = self.content[:1] if self.content.stride(0) == 0 else self.content  # a uniform batch stays uniform
         rows = rows.clone()
         rows[..., spans.Q_START] += start
+        rows[..., spans.FLAGS] &= (1 << spans.PADDING) - 1  # the last queries are others
         return SpansMask(rows.expand(batch, -1, -1, -1), (batch, stop - start, kv_len), self.made_for)
 
 

@@ -71,6 +71,7 @@ class Step:
     stored the new tokens. plan: further data of the storage for its layers. kv: the KV of the layer written last, if kernels need
     more than the tensors that its update() returned. packed: how prompts are read as one row, if they are. ragged: what queries
     see whose rows have lengths of their own. cache: a weak reference to the cache of a model's forward.
+    tokens: those of each row in a graph, padding included; 0 outside of one. real: the result of `no_padding`.
     """
 
     def __init__(self, storage: object, mode: str = EAGER, model: torch.nn.Module | None = None):
@@ -86,6 +87,8 @@ class Step:
         self.packed: Packed | None = None
         self.ragged: Ragged | None = None
         self.cache: Any = None
+        self.tokens = 0
+        self.real: torch.Tensor | None = None
 
     @property
     def storage(self) -> Any:
@@ -94,6 +97,12 @@ class Step:
     @property
     def model(self) -> torch.nn.Module | None:
         return None if self._model is None else self._model()
+
+    def live(self, q_len: int) -> torch.Tensor | None:
+        """How many of the q_len tokens of each row are no padding, int64 (1,) on the device; None outside of a graph, and if its
+        storage does not tell."""
+        count: torch.Tensor | None = self.storage.live if q_len == self.tokens else None
+        return count
 
 
 class _Thread(threading.local):
@@ -110,7 +119,8 @@ def begin(storage: object, mode: str | None = None, model: torch.nn.Module | Non
     # In place: torch.compile drops an assignment to a thread-local object.
     _thread.steps[:] = [each for each in _thread.steps if each.storage is not None]
     step = Step(storage, mode or (EAGER if outer is None else outer.mode), model)
-    step.packed = None if outer is None else outer.packed
+    if outer is not None:
+        step.packed, step.tokens = outer.packed, outer.tokens
     _thread.steps.append(step)
     return step
 
@@ -153,6 +163,24 @@ def captured() -> bool:
     """Whether the current code is captured for a decode graph, whose launches are known and write no weights."""
     step = innermost()
     return step is not None and step.mode == CAPTURED
+
+
+def live(q_len: int) -> torch.Tensor | None:
+    """`Step.live` of the current step."""
+    step = innermost()
+    return None if step is None else step.live(q_len)
+
+
+def no_padding(tokens: int) -> torch.Tensor | None:
+    """Which tokens of all rows of a graph are no padding, bool (tokens, 1); None if there is none, or for another number of
+    tokens."""
+    step = innermost()
+    count = None if step is None or step.tokens <= 1 else step.live(step.tokens)
+    if step is None or count is None or tokens != step.tokens * (step.storage.rows or 0):
+        return None
+    if step.real is None:
+        step.real = (torch.arange(tokens, device=count.device) % step.tokens < count)[:, None]
+    return step.real
 
 
 def note_later_tokens(config: Any) -> None:

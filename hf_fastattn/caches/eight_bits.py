@@ -105,7 +105,7 @@ class ByteLayer(Layer):
             if [*map(layout, held)] != [layout(key_states), layout(value_states)]:
                 raise RuntimeError(f"layer {self.index} holds K and V of {describe(*held)}")
             kv = self.stored(track.capacity)
-            append(kv, key_states, value_states, track.counts[:1])
+            append(kv, key_states, value_states, track.counts[:1], step.live(q_len))
             return self._given(kv, step)
         refuse_gradient(key_states, value_states)
         self.check(key_states, value_states)

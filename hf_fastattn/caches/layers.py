@@ -35,6 +35,8 @@ from .replaced import Replaceable
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens before its window that a sliding layer keeps when it moves; so many can be removed by crop()
 SLACK = 512  # tokens that a sliding layer writes between two moves
+AHEAD = 4  # how many times as large buffers become that grow, if they then take at most 1/SPARE of free memory
+SPARE = 16
 
 
 def round_up(tokens: int) -> int:
@@ -74,6 +76,7 @@ class Track:
     """The state shared by layers of one kind. Slot j of a layer holds position base + j; slots below seen - base are live."""
 
     counts: torch.Tensor  # int64 (2,) on `device`: the slot of the next token, and the number of tokens
+    live: torch.Tensor | None  # int64 (1,) there: tokens of the next step that are no padding
 
     def __init__(self, kind: Kind, capacity: int, growable: bool):
         self.kind = kind
@@ -87,6 +90,7 @@ class Track:
         self.storage: weakref.ref[Storage] | None = None
         self.device: torch.device | None = None  # None before a decode graph needs `counts`
         self.image, self.stale = (0, 0), True  # the values in `counts`, and whether the host has counted since
+        self.live, self.new = None, 0  # new: the value in `live`
         self.running = 0  # bit mask of the layers that a decode graph writes
         self.on_low_memory: weakref.WeakMethod[Callable[[], None]] | None = None  # called when memory is short
 
@@ -139,14 +143,16 @@ class Track:
 
     def is_synced(self, device: torch.device, tokens: int) -> bool:
         """Whether the device has the host's counts, and the buffers have free slots for `tokens` tokens."""
-        return not self.stale and self.image[0] + tokens <= self.capacity and self.device == device
+        fits = not self.stale and self.image[0] + tokens <= self.capacity
+        return fits and self.device == device and self.new == tokens
 
-    def sync(self, device: torch.device, slot: int, seen: int) -> None:
-        """Write the counts to the device if they differ, without synchronising."""
+    def sync(self, device: torch.device, slot: int, seen: int, tokens: int) -> None:
+        """Write the counts to the device if they differ, without synchronising. tokens: those of the next step."""
         if self.device != device:
             with torch.inference_mode(False):
-                self.counts = torch.empty(2, dtype=torch.int64, device=device)
-            self.device = device
+                both = torch.empty(3, dtype=torch.int64, device=device)
+                self.counts, self.live = both[:2], both[2:]
+            self.device, self.new = device, 0
             self.version += 1
             self.stale = True
         if self.stale or self.image != (slot, seen):
@@ -156,6 +162,9 @@ class Track:
                 self.counts[0].fill_(slot)
                 self.counts[1].fill_(seen)
             self.image, self.stale = (slot, seen), False
+        if self.new != tokens and self.live is not None:
+            self.live.fill_(tokens)
+            self.new = tokens
 
 
 class Layer(Replaceable):
@@ -225,7 +234,7 @@ class Layer(Replaceable):
             keys, values = self.kv
             if (layout(keys), layout(values)) != (layout(key_states), layout(value_states)):
                 raise RuntimeError(f"layer {self.index} holds K and V of {describe(keys, values)}")
-            append(KV(keys, values), key_states, value_states, track.counts[:1])
+            append(KV(keys, values), key_states, value_states, track.counts[:1], step.live(key_states.shape[2]))
             return keys, values
         refuse_gradient(key_states, value_states)
         if step is not None and step.packed is not None:

@@ -118,7 +118,7 @@ def _own(start: int, count: int, rank: int, ranks: int, device: torch.device) ->
 class SharedStorage(PreallocatedStorage):
     """The layers of one cache: shared out are those that keep all tokens."""
 
-    takes_prompts = takes_packed = False  # a captured step merges results, and a prompt is read by heads
+    takes_prompts = takes_packed = skips_padding = False  # a captured step merges results, and a prompt is read by heads
 
     def __init__(self, kinds: Sequence[Kind], capacity: int, shares: Shares, growable: bool = True):
         self.shares = shares

@@ -12,13 +12,13 @@ from ..attention import step as steps
 from ..attention.step import EAGER
 from ..hf import Kind
 from .contract import Storage
-from .layers import SLACK, Layer, Track
+from .layers import AHEAD, SLACK, SPARE, Layer, Track, free_bytes
 
 
 class PreallocatedStorage(Storage):
     """The layers and tracks of one cache. The next cache of the same shape reuses the buffers in place."""
 
-    takes_many = takes_prompts = takes_packed = True
+    takes_many = takes_prompts = takes_packed = skips_padding = True
     kv_dtype: str | None = None  # of K and V in 8 bits
     layers: list[Any]
 
@@ -70,6 +70,10 @@ class PreallocatedStorage(Storage):
         return steps.mode(self) != EAGER or self.seen > 0
 
     @property
+    def live(self) -> torch.Tensor | None:
+        return self.tracks[0].live if self.skips_padding and self.tracks else None
+
+    @property
     def version(self) -> int:
         return sum(track.version for track in self.tracks)
 
@@ -83,6 +87,14 @@ class PreallocatedStorage(Storage):
 
     def holds(self, tokens: int) -> bool:
         return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
+
+    def ahead(self, tokens: int) -> int:
+        growing = [part.tensor for layer in self.counted if layer.track.kind.window is None for part in layer.parts()]
+        if not growing:
+            return tokens
+        capacity = growing[0].shape[2]
+        each = sum(tensor.nbytes for tensor in growing) // capacity
+        return max(tokens, min(AHEAD * capacity, (free_bytes(growing[0].device) or 0) // (SPARE * max(each, 1))))
 
     def call_on_low_memory(self, free: Callable[[], None]) -> None:
         for track in self.tracks:
@@ -151,7 +163,7 @@ class PreallocatedStorage(Storage):
             for layer in mine:
                 if layer.base < base:
                     layer.move(base)
-            track.sync(device, seen - base, seen)
+            track.sync(device, seen - base, seen, tokens)
 
     def step(self) -> None:
         step = steps.over(self)

@@ -102,9 +102,12 @@ class StoredCache(hf.Cache):
         return layers[layer_idx].update(key_states, value_states)
 
     @contextmanager
-    def on_device(self, with_mask: bool = False) -> Iterator[None]:
-        """A context in which tokens are counted on the device instead of the host, as when a decode graph is captured."""
+    def on_device(self, with_mask: bool = False, tokens: int = 1) -> Iterator[None]:
+        """A context in which tokens are counted on the device instead of the host, as when a decode graph is captured.
+
+        tokens: those of each row in the graph."""
         step = steps.begin(self.storage, CAPTURED_WITH_MASK if with_mask else CAPTURED)
+        step.tokens = tokens
         try:
             yield
         finally:

@@ -9,7 +9,8 @@ A batch that the host knows to be uniform has one row, expanded: kernels recogni
     KV_STOP   one past the last live slot (right padding, or the unwritten end of a preallocated cache, begins here)
     WINDOW    query p sees key j only if p - j < WINDOW (and j - p < WINDOW if not causal); NO_WINDOW: no limit
     FLAGS     CAUSAL: query p sees key j only if j <= p.  HOLES: the bit mask below marks the live slots.
-              ROWS: each query has its own interval
+              ROWS: each query has its own interval.  FLAGS >> PADDING: so many of the last queries are padding of a captured
+              step. A block of queries that has no others visits no keys; what padding gets as its result is not defined
     DROPPED   tokens that a rolling cache dropped between the row's sinks and its window. The mask does not depend on it. It gives
               the position of query i in its row, Q_START + i - KV_START + DROPPED, for the re-rotation that scores the sinks
     WORDS...  bit j % 32 of word j // 32 is 1 if slot j is live. Present only if a 2-D mask was given; read only below KV_STOP and
@@ -33,6 +34,7 @@ from .host import gpu
 
 Q_START, KV_START, KV_STOP, WINDOW, FLAGS, DROPPED, WORDS = range(7)
 CAUSAL, HOLES, ROWS = 1, 2, 4
+PADDING = 8
 NO_WINDOW = 1 << 30
 AT_END = -(1 << 31)  # as Q_START of `no_spans`: queries end with the keys, whose number the launch has
 
@@ -80,14 +82,15 @@ def build_spans(
     causal: bool = True,
     window: int | None = None,
     attention_mask: torch.Tensor | None = None,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Spans (int32, see above) for `q_len` queries over a buffer of `kv_len` slots.
 
     q_offset: absolute position of the first query, an int or a device tensor, of one element (the length of a static cache) or of
     one for each row (those of rows in pages).
     kv_offset: absolute position of slot 0. attention_mask: bool (batch, seen), True for live positions; positions past its end
-    are not live. Without a mask the batch is uniform, unless q_offset has more elements. One launch on a GPU; never synchronises
-    with the host.
+    are not live. live: int64 (1,), how many of the first queries are no padding, for causal spans; None for all. Without a mask
+    the batch is uniform, unless q_offset has more elements. One launch on a GPU; never synchronises with the host.
     """
     mask, each = attention_mask, isinstance(q_offset, torch.Tensor) and q_offset.numel() > 1
     rows = 1 if mask is None and not each else batch
@@ -98,7 +101,7 @@ def build_spans(
     make = _build_spans_torch
     if gpu.on_gpu(torch.device(device)):
         from .decode.build_spans import run as make  # type: ignore[assignment]
-    return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask).expand(batch, -1, -1, -1)
+    return make(rows, q_len, kv_len, device, q_offset, kv_offset, causal, window, mask, live).expand(batch, -1, -1, -1)
 
 
 def _build_spans_torch(
@@ -111,13 +114,15 @@ def _build_spans_torch(
     causal: bool,
     window: int | None,
     attention_mask: torch.Tensor | None,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in PyTorch; compiled graphs on a CPU run this too."""
     q_start = torch.as_tensor(q_offset, device=device).reshape(-1).to(torch.int32) - kv_offset
     q_start = q_start.expand(batch)
-    end = torch.clamp(q_start + q_len, max=kv_len) if causal else torch.full_like(q_start, kv_len)
+    queries = torch.full_like(q_start, q_len) if live is None else live.to(torch.int32).expand(batch)
+    end = torch.clamp(q_start + queries, max=kv_len) if causal else torch.full_like(q_start, kv_len)
     start = torch.zeros_like(end)
-    flags = torch.full_like(end, CAUSAL if causal else 0)
+    flags = ((q_len - queries) << PADDING) + (CAUSAL if causal else 0)
     ints = [q_start, start, end, torch.full_like(end, width_of(window)), flags]
     ints.append(torch.zeros_like(end))
     if attention_mask is None:

@@ -113,11 +113,11 @@ def lean_kernel(
         tile_start = (t - before) % head_tiles
         tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)
         start, stop = tile_start, tile_stop
-        if not C.FEW_ROWS:  # only tiles with keys that this block sees, and none past the last block
+        if not C.FEW_ROWS:  # only tiles with keys that this block sees
             kv_head //= heads // kv_heads
             start = tl.minimum(tl.maximum(start, (bounds[2] - lo) // BLOCK_N), stop)
             stop = tl.maximum(tl.minimum(stop, (bounds[3] - lo + BLOCK_N - 1) // BLOCK_N), start)
-            stop = tl.where(block * BLOCK_M < q_len * GROUP, stop, start)
+            stop = tl.where(bounds[2] < bounds[3], stop, start)  # none past the last block, or of padding
         kv_head_64 = kv_head.to(tl.int64)
         indices = (row, kv_head_64, kv_heads, kv_len)
         k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)

@@ -44,8 +44,11 @@ def seen_keys(
 ):  # fmt: skip
     """The keys [lo, hi) that queries first..last of a row see, without sinks, for one row or a tensor of rows."""
     # Merges read spans before their wait, so past the L1 cache (see `overlap`).
-    q_start, kv_start, kv_stop, window, causal, _ = load_spans(span_ptrs, q_len, kv_len, window, C.IS_CAUSAL, PAST_L1=True)
-    lo, hi, _, _ = block_bounds(q_start + first, q_start + last, kv_start + C.SINKS, kv_stop, window, causal)
+    q_start, kv_start, kv_stop, window, causal, _, live_stop = load_spans(
+        span_ptrs, q_len, kv_len, window, C.IS_CAUSAL, PAST_L1=True
+    )  # fmt: skip
+    kv_start += C.SINKS
+    lo, hi, _, _ = block_bounds(q_start + first, q_start + last, live_stop, kv_start, kv_stop, window, causal)
     return lo, hi
 
 

@@ -1,6 +1,6 @@
 """Append: writes K and V of the new tokens of every row and head into their buffers, in one launch.
 
-    K[b, h, slot[b] + i] = NewK[b, h, i],  V[b, h, slot[b] + i] = NewV[b, h, i]
+    K[b, h, slot[b] + i] = NewK[b, h, i],  V[b, h, slot[b] + i] = NewV[b, h, i],  i < live
 
 Slots are read on the device, so every replay of a captured launch can write to other slots. Rounds: nothing; a form's `store`
 does. Limits: one dtype; a token whose slot is outside of the buffer is not written. Oracle: `_append_torch`, or the form's
@@ -33,12 +33,15 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-def append(kv: KV, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor) -> None:
+def append(
+    kv: KV, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor, live: torch.Tensor | None = None
+) -> None:
     """Write new_keys and new_values, (batch, num_kv_heads, q_len, head_dim), from `slot` of kv on.
 
     Plain k and v are (batch, num_kv_heads, N, head_dim); kv of another form needs its `store` and `pack`. Both and the new ones
     have any strides with stride(-1) == 1. slot: int64, on the same device, (1,) for all rows or (batch,), or (1, q_len),
-    contiguous, with that of each token. A token whose slot is below 0, or N or more, is not written.
+    contiguous, with that of each token. A token whose slot is below 0, or N or more, is not written. live: int64 (1,), the
+    number of tokens of each row that are no padding, which is not written either; None for all. It is for slots of first tokens.
     """
     form = kv.form
     if not is_plain(form) and (form.store is None or form.pack is None):
@@ -48,15 +51,17 @@ def append(kv: KV, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch
         )
     if triton is None or torch.compiler.is_compiling() or not (INTERPRETED or gpu.on_gpu(kv.k.device)):
         if form.pack is None:
-            _append_torch(kv.k, kv.v, new_keys, new_values, slot)
+            _append_torch(kv.k, kv.v, new_keys, new_values, slot, live)
             return
         check(kv, new_keys)
-        slots = slot if slot.dim() == 2 else slot[:, None] + torch.arange(new_keys.shape[2], device=slot.device)
+        token = torch.arange(new_keys.shape[2], device=slot.device)
+        slots = slot if slot.dim() == 2 else slot[:, None] + token
+        slots = slots if live is None else torch.where(token < live, slots, -1)
         form.pack(kv, new_keys, new_values, slots.expand(len(new_keys), -1))
         return
-    if thread.instead is not None and thread.instead(kv, new_keys, new_values, slot):
+    if thread.instead is not None and thread.instead(kv, new_keys, new_values, slot, live):
         return
-    tensors = (*kv.tensors, new_keys, new_values, slot)
+    tensors = (*kv.tensors, new_keys, new_values, slot, live)
     _prepare(tensors, form)(*tensors)
 
 
@@ -68,8 +73,8 @@ def check(kv: KV, new_keys: torch.Tensor) -> None:
 
 @launch.remember
 def _prepare(tensors: tuple[torch.Tensor | None, ...], form: Form) -> launch.Launch:
-    given: Any = tensors  # the tensors of a KV; new_keys, new_values, slot
-    keys, values, scales, centre, pages, new_keys, new_values, slot = given
+    given: Any = tensors  # the tensors of a KV; new_keys, new_values, slot, live
+    keys, values, scales, centre, pages, new_keys, new_values, slot, _ = given
     kv = KV(keys, values, form, scales, centre, pages)
     check(kv, new_keys)
     batch, heads, capacity, head_dim, value_dim = kv.sizes
@@ -94,7 +99,12 @@ def _prepare(tensors: tuple[torch.Tensor | None, ...], form: Form) -> launch.Lau
 
 
 def _append_torch(
-    keys: torch.Tensor, values: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, slot: torch.Tensor
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    slot: torch.Tensor,
+    live: torch.Tensor | None = None,
 ) -> None:
     rows, last = torch.arange(keys.shape[0], device=keys.device)[:, None], keys.shape[2] - 1
     if slot.dim() == 2:
@@ -104,6 +114,7 @@ def _append_torch(
     # Tokens outside repeat the token of the first or the last slot, or write nothing if no token has it.
     token = torch.arange(new_keys.shape[2], device=keys.device).maximum(-slot[:, None]).minimum(last - slot[:, None])
     token = token.clamp(0, new_keys.shape[2] - 1)
+    token = token if live is None else token.minimum(live - 1)  # padding repeats the last token
     slots = slot[:, None] + token
     inside = slots.clamp(0, last)
     written = (slots == inside)[..., None, None]
@@ -126,6 +137,7 @@ if triton is not None:
         NewK,  # (batch, num_kv_heads, q_len, head_dim)
         NewV,  # (batch, num_kv_heads, q_len, value_dim)
         Slot,  # (1,) or (batch,), int64: of the first token of a row; with EACH (1, q_len): of each token
+        Live,  # (1,), int64: tokens of a row that are written, or None
         stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_nkb, stride_nkh, stride_nkn, stride_nvb,
         stride_nvh, stride_nvn, stride_slot, heads, capacity,
         EACH: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr,
@@ -141,6 +153,8 @@ if triton is not None:
         head = (tl.program_id(0) % heads).to(tl.int64)
         token = tl.program_id(1)
         slot = tl.load(Slot + token) if EACH else tl.load(Slot + row * stride_slot) + token
+        if Live is not None:
+            slot = tl.where(token < tl.load(Live), slot, -1)
         offs_d = tl.arange(0, BLOCK_D)
         inside = (slot >= 0) & (slot < capacity)
         k_dim = tl.where(inside, K_DIM, 0)

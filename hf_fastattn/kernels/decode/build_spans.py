@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..host import launch
-from ..spans import CAUSAL, DROPPED, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS, num_words, width_of
+from ..spans import CAUSAL, DROPPED, FLAGS, HOLES, KV_START, KV_STOP, PADDING, Q_START, WINDOW, WORDS, num_words, width_of
 
 
 def run(
@@ -23,16 +23,19 @@ def run(
     causal: bool,
     window: int | None,
     mask: torch.Tensor | None,
+    live: torch.Tensor | None = None,
 ) -> torch.Tensor:
     words = 0 if mask is None else num_words(kv_len)
     spans = torch.empty(rows, 1, 1, WORDS + words, dtype=torch.int32, device=device)
     offset = q_offset.contiguous() if isinstance(q_offset, torch.Tensor) else None
+    null = torch.empty(0, dtype=torch.int64, device=device)
     launch.start(
         _build_spans_kernel,
         (rows,),
         spans,
         spans if mask is None else mask,
-        torch.empty(0, dtype=torch.int64, device=device) if offset is None else offset,
+        null if offset is None else offset,
+        null if live is None else live,
         q_offset if offset is None else 0,
         0 if mask is None else mask.stride(0),
         1 if mask is None else mask.stride(1),
@@ -73,9 +76,10 @@ def _build_spans_kernel(
     Spans,  # (rows, 1, 1, NUM_INTS + words), int32, written
     Mask,  # (rows, mask_len), bool, read with HAS_MASK
     Offset,  # (1,), or with EACH (rows,), int; null with q_offset
+    Live,  # (1,), int64; null if no query is padding
     q_offset, mask_stride_b, mask_stride_n, mask_len, words, q_len, kv_len, kv_offset, window,
     EACH: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, HOLES: tl.constexpr,
-    NUM_INTS: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_INTS: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr = PADDING,
 ):  # fmt: skip
     """One program per row: reads the row's mask once, BLOCK words at a time, up to the slot of the last query."""
     row = tl.program_id(0).to(tl.int64)
@@ -83,12 +87,13 @@ def _build_spans_kernel(
     if EACH:
         Offset += row
     q_start = q_offset + tl.load(Offset, mask=Offset.to(tl.int64) != 0, other=0).to(tl.int32) - kv_offset
+    live = tl.load(Live, mask=Live.to(tl.int64) != 0, other=q_len).to(tl.int32)
     if CAUSAL:
-        stop = tl.minimum(q_start + q_len, kv_len)
+        stop = tl.minimum(q_start + live, kv_len)
     else:
         stop = kv_len
     start = kv_len * 0
-    flags = kv_len * 0 + CAUSAL
+    flags = ((q_len - live) << PADDING) + CAUSAL
     if HAS_MASK:
         first = kv_len
         last = kv_len * 0

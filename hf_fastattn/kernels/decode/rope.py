@@ -51,6 +51,7 @@ def rope_kernel(
     Pages,  # of FORM, or None
     NewV,  # (batch, kv_heads, tokens, value_dim), or None
     Slot,  # (1,) or (batch,), int64, or None
+    Live,  # (1,), int64: tokens of a row that are appended, or None
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_km, stride_cb, stride_cm, stride_oqb, stride_oqh, stride_oqm,
     stride_okb, stride_okh, stride_okm, stride_keysb, stride_keysh, stride_keysm, stride_valuesb, stride_valuesh, stride_valuesm,
     stride_nvb, stride_nvh, stride_nvm, stride_slot, capacity, num_heads, kv_heads, tokens, eps,
@@ -103,6 +104,8 @@ def rope_kernel(
     sin = tl.load(Sin + row * stride_cb + token * stride_cm + at, mask=turns, other=0.0)
     if Keys is not None:
         slot = tl.load(Slot + row * stride_slot) + token
+        if Live is not None:
+            slot = tl.where(token < tl.load(Live), slot, -1)
         v = tl.load(NewV + row * stride_nvb + token * stride_nvm + kv_head * stride_nvh + offs, mask=of_k & (offs < V_DIM))
     if NormedQ is not None:
         mean, scale = moments(x, eps, (of_q | of_k) & d_mask, HEAD_DIM, CENTRED)
@@ -216,7 +219,7 @@ class Normed(NamedTuple):
 
 
 Options = tuple[bool, bool, bool, bool, bool]
-NOT_APPENDED = (None,) * 7
+NOT_APPENDED = (None,) * 8
 
 
 class Rotation(NamedTuple):
@@ -242,8 +245,8 @@ class Rotation(NamedTuple):
         computed = any(t is not None and gpu.storage_of(t) == read for t in (*self.out, *self.inputs[6:]))
         return same and not computed and k.dtype == new_keys.dtype and new_values.shape[-1] <= k.shape[-1]
 
-    def launch(self, kv: KV | None = None, *new: torch.Tensor) -> None:
-        """Rotate. kv, new: kv, new_values and slot of append.append, to append new_values and the rotated k too."""
+    def launch(self, kv: KV | None = None, *new: torch.Tensor | None) -> None:
+        """Rotate. kv, new: kv, new_values, slot and live of append.append, to append new_values and the rotated k too."""
         others = NOT_APPENDED if kv is None else (*kv.tensors, *new)
         start = _prepare((self.q, self.k, *self.inputs[2:6], *others), PLAIN if kv is None else kv.form, *self.options)
         assert start is not None
@@ -276,7 +279,7 @@ def _prepare(
     tensors: tuple[torch.Tensor | None, ...], form: Form, options: Options, eps: float, norm: tuple[bool, bool, str]
 ) -> launch.Launch | None:
     given: Any = tensors  # q, k, cos, sin; then the weights of norms, and what append() takes besides k, or None
-    q, k, cos, sin, _, _, *appended, new_values, slot = given
+    q, k, cos, sin, _, _, *appended, new_values, slot, _ = given
     interleaved, apart, of_pair, doubled, late = options
     if why_not(q, k, cos, sin, doubled):
         return None

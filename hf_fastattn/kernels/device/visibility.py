@@ -8,7 +8,7 @@ row. No bound decreases from one query to the next, so the queries that see a ke
 import triton
 import triton.language as tl
 
-from ..spans import AT_END, CAUSAL, DROPPED, FLAGS, HOLES, KV_START, KV_STOP, Q_START, WINDOW, WORDS
+from ..spans import AT_END, CAUSAL, DROPPED, FLAGS, HOLES, KV_START, KV_STOP, PADDING, Q_START, WINDOW, WORDS
 
 STEPS = 512  # numbers that a search compares at once
 
@@ -25,12 +25,14 @@ def load_spans(
     CAUSAL: tl.constexpr = CAUSAL,
     HOLES: tl.constexpr = HOLES,
     AT_END: tl.constexpr = AT_END,
+    PADDING: tl.constexpr = PADDING,
     MAY_END: tl.constexpr = True,
     PAST_L1: tl.constexpr = False,
 ):  # fmt: skip
     """The spans of one row (`span_ptrs` is a scalar) or of several (a block of pointers).
 
-    Returns (q_start, kv_start, kv_stop, window, causal, holes). kv_start and kv_stop are clamped to the buffer of `kv_len` slots.
+    Returns (q_start, kv_start, kv_stop, window, causal, holes, live_stop). kv_start and kv_stop are clamped to the buffer of
+    `kv_len` slots. live_stop: one past the slot of the last query that is no padding.
     IS_CAUSAL: whether rows are causal whatever their spans say. MAY_END: whether Q_START may be AT_END (it costs the loops of the
     Hopper kernel registers). PAST_L1: whether the loads go past the L1 cache.
     """
@@ -45,7 +47,7 @@ def load_spans(
     causal = (flags & CAUSAL) != 0
     if IS_CAUSAL:
         causal = causal | True
-    return q_start, kv_start, kv_stop, window, causal, (flags & HOLES) != 0
+    return q_start, kv_start, kv_stop, window, causal, (flags & HOLES) != 0, q_start + q_len - (flags >> PADDING)
 
 
 @triton.jit
@@ -57,12 +59,15 @@ def row_bounds(pos, kv_start, kv_stop, window, causal):
 
 
 @triton.jit
-def block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal):
-    """For the queries first_pos..last_pos: [lo, hi), which any of them sees, and [full_lo, full_hi), which all of them see."""
+def block_bounds(first_pos, last_pos, live_stop, kv_start, kv_stop, window, causal):
+    """For the queries first_pos..last_pos: [lo, hi), which any of them sees, and [full_lo, full_hi), which all of them see.
+
+    Padding, from live_stop on, does not count: a block of nothing else has lo = hi."""
     lo, full_hi = row_bounds(first_pos, kv_start, kv_stop, window, causal)
-    full_lo, hi = row_bounds(last_pos, kv_start, kv_stop, window, causal)
+    full_lo, hi = row_bounds(tl.minimum(last_pos, live_stop - 1), kv_start, kv_stop, window, causal)
     # If its window begins past the last live slot, a query has an empty interval there; those slots must not be loaded.
-    return lo, tl.maximum(lo, tl.minimum(hi, kv_stop)), full_lo, full_hi
+    hi = tl.maximum(lo, tl.minimum(hi, kv_stop))
+    return lo, tl.where(first_pos < live_stop, hi, lo), full_lo, full_hi
 
 
 @triton.jit
@@ -104,12 +109,12 @@ def key_bounds(
     query and of all queries, and whether the batch row has holes. sink_bounds = (sink_lo, sink_hi, position of query 0).
     """
     SINKS: tl.constexpr = C.SINKS
-    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.IS_CAUSAL)
+    q_start, kv_start, kv_stop, window, causal, holes, live_stop = load_spans(span_ptr, q_len, kv_len, window, C.IS_CAUSAL)
     sink_lo, sink_hi = kv_start, sink_stop(q_start + q_index, kv_start, kv_stop, causal, SINKS)
     kv_start += SINKS
     row_lo, row_hi = row_bounds(q_start + q_index, kv_start, kv_stop, window, causal)
     row_lo, row_hi = narrowed(row_lo, row_hi, span_ptr, q_index, q_len, C.ROWS)
-    of_block = block_bounds(q_start + first, q_start + last, kv_start, kv_stop, window, causal)
+    of_block = block_bounds(q_start + first, q_start + last, live_stop, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = narrowed_block(of_block, kv_stop, span_ptr, first, last, q_len, C.ROWS)
     position = q_start - sink_lo
     if C.PAIRS:
@@ -166,7 +171,7 @@ def query_bounds(
     The bounds are (lo, hi, full_lo, full_hi): the queries [lo, hi) that see any of these keys, and those that see all of them.
     No query sees keys before KV_START or from KV_STOP on.
     """
-    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, C.IS_CAUSAL)
+    q_start, kv_start, kv_stop, window, causal, holes, _ = load_spans(span_ptr, q_len, kv_len, window, C.IS_CAUSAL)
     whole = (first_key >= kv_start) & (last_key < kv_stop)
     first_key, last_key = tl.maximum(first_key, kv_start), tl.minimum(last_key, kv_stop - 1)
     ahead = tl.where(causal, 0, window - 1) + q_start

@@ -68,7 +68,7 @@ def _sizes(forwards: Forwards) -> tuple[int, ...]:
     most = min(most_tokens(storage, rows, forwards.most), nearest(min(storage.capacity, policy.NEAREST[-1])))
     asked = graphs.asked[storage]
     chosen = {size for size in (SIZES if graphs.everything else forwards.wanted) if asked.get(size, 0) >= 0}
-    return tuple(policy.wanted(forwards.cost, rows, seen, chosen, there, most))
+    return tuple(policy.wanted(forwards.cost.over(storage), rows, seen, chosen, there, most))
 
 
 def _has_room(forwards: Forwards, storage: Storage) -> bool:

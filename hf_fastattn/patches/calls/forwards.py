@@ -154,7 +154,7 @@ class Forwards:
             asked[nearest(tokens)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
             options["later"] = storage is self.storage and graphs.budget > graphs.seconds and self.captures_later()
-            size, wanted = choose(self.cost, rows, tokens, tokens_in(cache), **options)
+            size, wanted = choose(self.cost.over(storage), rows, tokens, tokens_in(cache), **options)
             if before >= 0 and storage is self.storage:
                 self.wanted |= wanted
                 self.around = type(cache).around
@@ -339,7 +339,7 @@ class Forwards:
             # The spans built from the mask have a fixed size.
             ids = inputs["input_ids"]
             padded = ids if tokens == ids.shape[1] else ids[:, :1].expand(-1, tokens)
-            with cache.on_device(with_mask=True):
+            with cache.on_device(with_mask=True, tokens=tokens):
                 inputs["attention_mask"] = hf.decode_mask(self.model, {**inputs, "input_ids": padded})
             if inputs["attention_mask"] is None:
                 raise Uncapturable("it takes one mask for all layers, and with padding a sliding window needs its own")

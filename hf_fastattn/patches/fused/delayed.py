@@ -332,13 +332,13 @@ class _Delayed(TorchDispatchMode):
                 outs += [summed, chain.before and chain.before.out, chain.scaled, *(out for _, out in chain.sums)]
         return any(out is not None and _storage(out) == _storage(x) for out in outs)
 
-    def _append(self, kv: KV, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor) -> bool:
+    def _append(self, kv: KV, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor, live: torch.Tensor | None) -> bool:
         """append.append in the launch of the delayed rotation; False if k is not its result or each token has its own slot."""
         rotation = self.rotation
         if rotation is None or slot.dim() == 2 or not rotation.appends(k, v):
             return False
         self.rotation = None
-        rotation.launch(kv, v, slot)
+        rotation.launch(kv, v, slot, live)
         return True
 
     def _before(self, tensors: Iterable[object]) -> None:

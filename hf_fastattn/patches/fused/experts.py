@@ -57,6 +57,11 @@ def had(module: torch.nn.Module) -> str:
     return hf.experts_implementation(module).removeprefix(PREFIX)
 
 
+def is_used(module: torch.nn.Module) -> bool:
+    """Whether a module runs the kernel where it can."""
+    return hf.asks_for_experts(module) and hf.experts_implementation(module).startswith(PREFIX)
+
+
 def use(modules: list[torch.nn.Module]) -> str:
     """Let modules run the kernel; returns the names of the implementations that they had."""
     for module in modules:
@@ -98,6 +103,8 @@ def _by_kernel(
         return None
     from ...kernels.decode import experts as kernel
 
+    if (real := steps.no_padding(len(hidden_states))) is not None:
+        top_k_index = torch.where(real, top_k_index, -1)  # padding has no expert
     # In a graph, more tokens run in parts: batched_mm would copy the weights of an expert for each of its tokens.
     inputs = (tensor.contiguous().split(mixture.MAX_TOKENS) for tensor in (hidden_states, top_k_index, top_k_weights))
     delayed = merged.current()

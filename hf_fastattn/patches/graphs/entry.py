@@ -210,7 +210,7 @@ class Entry:
 
         def step() -> Any:
             cache = self.around(storage)
-            with cache.on_device():
+            with cache.on_device(tokens=self.tokens):
                 inputs = {**static, hf.CACHE: cache}
                 if self.takes_mask and "attention_mask" not in static:
                     # Built in the graph from the count on the device. Some models count tokens on the host if they get no mask.

@@ -16,6 +16,7 @@ from ... import hf
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
 from ...kernels.host import gpu
+from ..fused import experts
 
 SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048)  # tokens of each row in a graph
 NEAREST: tuple[int, ...] = (1, 2, 4, 8, 16, 32, *range(64, 513, 64), *range(640, 2049, 128))
@@ -63,6 +64,7 @@ class Cost(NamedTuple):
     It is the same on all ranks, which must decide alike, even if their GPUs differ. weights: numbers in matrices but tables.
     read: bytes that each forward reads, besides experts; routed: those of experts. active: numbers that a token is multiplied
     by. chosen: the part of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads).
+    attends, routes: whether attention and experts of a graph take as long for its padding as for other tokens.
     """
 
     weights: float
@@ -74,6 +76,8 @@ class Cost(NamedTuple):
     launches: float
     flops: float
     bytes: float
+    attends: bool
+    routes: bool
 
     @classmethod
     def of(cls, model: hf.PreTrainedModel, arch: int | None = None) -> Cost:
@@ -107,14 +111,22 @@ class Cost(NamedTuple):
             LAUNCHES[ranks > 1] * len(shapes),
             FLOPS[old] / (1 if model.dtype.itemsize <= 2 else 10),
             BYTES[old],
+            old,  # stream-K has shares of all blocks of queries
+            not any(experts.is_used(module) for module in model.modules()),
         )
 
-    def graph(self, rows: int, tokens: int, past: int) -> float:
-        """Seconds of the kernels of a forward with so many tokens of each row, behind `past` others."""
+    def over(self, storage: Storage) -> Cost:
+        """That of steps over this storage."""
+        return self if storage.skips_padding else self._replace(attends=True, routes=True)
+
+    def graph(self, rows: int, tokens: int, past: int, live: int | None = None) -> float:
+        """Seconds of the kernels of a forward with so many tokens of each row, behind `past` others. live: those that are no
+        padding; None for all."""
         every = rows * tokens
-        read = self.read + self.routed * (1 - (1 - self.chosen) ** every)
-        kv = sum(size * (kind.sees(past) + tokens) for kind, size, _ in self.layers) * rows
-        pairs = sum(width * (kind.sees(past) + tokens / 2) for kind, _, width in self.layers) * every
+        attended, routed = (tokens if live is None or computed else live for computed in (self.attends, self.routes))
+        read = self.read + self.routed * (1 - (1 - self.chosen) ** (rows * routed))
+        kv = sum(size * (kind.sees(past) + attended) for kind, size, _ in self.layers) * rows
+        pairs = sum(width * (kind.sees(past) + attended / 2) for kind, _, width in self.layers) * rows * attended
         attention = max(kv / self.bytes, 2 * pairs / (OF_ATTENTION * self.flops))
         return max(read / self.bytes, 2 * every * self.active / self.flops) + attention
 
@@ -156,7 +168,7 @@ def choose(
         return Choice(None)
 
     def of(size: int) -> float:
-        return cost.graph(rows, size, past)
+        return cost.graph(rows, size, past, tokens)
 
     python, near = cost.python(rows, tokens, past), nearest(tokens)
     standard = () if own else SIZES
@@ -180,7 +192,7 @@ def wanted(cost: Cost, rows: int, past: int, sizes: Collection[int], graphs: Col
     found: list[int] = []
     for size in sorted({size for size in sizes if size <= most} - {*graphs}, reverse=True):
         served = [other for other in (*graphs, *found) if other >= size > 1]  # a step of one token has its own
-        if not any(_is_close(cost.graph(rows, each, past), cost.graph(rows, size, past)) for each in served):
+        if not any(_is_close(cost.graph(rows, each, past, size), cost.graph(rows, size, past)) for each in served):
             found.append(size)
     return found[::-1]
 

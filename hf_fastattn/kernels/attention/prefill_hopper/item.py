@@ -62,7 +62,7 @@ def rows_of(
     _stride_sb, _num_items, _num_packs, _total_packs, _group, _section, _whole, q_len, _kv_len, _window = sizes
     indices, span_ptr, spans, tiles, share, slot = item_of(index, Spans, sizes, C, IS_CAUSAL)
     first, kv_head, group_head, row = indices
-    q_start, kv_start, kv_stop, window, causal, holes = spans
+    q_start, kv_start, kv_stop, window, causal, holes, _live_stop = spans
     _lo, hi, _num_tiles, _num_after, _num_masked = tiles
     offs_m = first + (WG * 64 + gl.arange(0, 64, ROWS)) // C.pack
     query = gl.minimum(offs_m, q_len - 1)

@@ -30,11 +30,13 @@ def row_spans(
     span_ptr, q_len, kv_len, window,
     HAS_ROWS: gl.constexpr, IS_CAUSAL: gl.constexpr, WORDS: gl.constexpr = WORDS,
 ):  # fmt: skip
-    """(q_start, kv_start, kv_stop, window, causal, holes) of one batch row. No query sees slots from kv_stop on."""
-    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, IS_CAUSAL, MAY_END=False)
+    """The result of `load_spans` for one batch row. No query sees slots from kv_stop on."""
+    q_start, kv_start, kv_stop, window, causal, holes, live_stop = load_spans(
+        span_ptr, q_len, kv_len, window, IS_CAUSAL, MAY_END=False
+    )  # fmt: skip
     if HAS_ROWS:
         kv_stop = gl.minimum(kv_stop, gl.load(span_ptr + 2 * WORDS + 2 * q_len - 1))
-    return q_start, kv_start, kv_stop, window, causal, holes
+    return q_start, kv_start, kv_stop, window, causal, holes, live_stop
 
 
 @gluon.jit
@@ -44,10 +46,10 @@ def tiles_of(first, q_len, span_ptr, spans, QUERIES: gl.constexpr, BLOCK_N: gl.c
     Tile t begins at slot lo + t * BLOCK_N; together they contain the keys [lo, hi) that any row sees. num_masked of them need a
     mask: the last num_after, and the others at the beginning.
     """
-    q_start, kv_start, kv_stop, window, causal, holes = spans
+    q_start, kv_start, kv_stop, window, causal, holes, live_stop = spans
     first_pos = q_start + first
     last_pos = q_start + gl.minimum(first + QUERIES, q_len) - 1
-    bounds = block_bounds(first_pos, last_pos, kv_start, kv_stop, window, causal)
+    bounds = block_bounds(first_pos, last_pos, live_stop, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = narrowed_block(bounds, kv_stop, span_ptr, first, last_pos - q_start, q_len, HAS_ROWS)
     num_tiles = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
     full_start = gl.minimum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, num_tiles)

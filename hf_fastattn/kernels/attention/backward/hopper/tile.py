@@ -71,7 +71,7 @@ def query_bounds(
     IS_CAUSAL: gl.constexpr, HAS_ROWS: gl.constexpr, STEPS: gl.constexpr = visibility.STEPS,
 ):  # fmt: skip
     """`visibility.query_bounds` in Gluon."""
-    q_start, kv_start, kv_stop, window, causal, holes = load_spans(span_ptr, q_len, kv_len, window, IS_CAUSAL)
+    q_start, kv_start, kv_stop, window, causal, holes, _live_stop = load_spans(span_ptr, q_len, kv_len, window, IS_CAUSAL)
     whole = (first_key >= kv_start) & (last_key < kv_stop)
     first_key = gl.maximum(first_key, kv_start)
     last_key = gl.minimum(last_key, kv_stop - 1)
