@@ -523,10 +523,12 @@ def test_pages():
 def test_pages_are_published_when_they_are_written(seen, monkeypatch):
     model, texts, written = tiny("llama", "eager"), ragged(), set()
     expected = alone(model, texts)
-    write, publish, take = paged.PagedLayer.write, Pages.publish, Pages.take
+    write, publish, take = paged.PagedLayer.append, Pages.publish, Pages.take
 
     def writes(self, rows, *states):
-        written.update(zip(rows.pages[0].tolist(), rows.slots.tolist(), strict=True))
+        if rows.slots.dim() == 2:  # of prompts
+            pages = rows.pages[0, 0].tolist()
+            written.update((pages[slot // self.size], slot % self.size) for slot in rows.slots[0].tolist())
         return write(self, rows, *states)
 
     def takes(self, count):
@@ -538,7 +540,7 @@ def test_pages_are_published_when_they_are_written(seen, monkeypatch):
         assert {(pages[place // self.size], place % self.size) for place in range(tokens)} <= written
         return publish(self, ids, pages, tokens)
 
-    for cls, name, ours in ((paged.PagedLayer, "write", writes), (Pages, "publish", publishes), (Pages, "take", takes)):
+    for cls, name, ours in ((paged.PagedLayer, "append", writes), (Pages, "publish", publishes), (Pages, "take", takes)):
         monkeypatch.setattr(cls, name, ours)
     with hf_fastattn.patch(model):
         for blocks in (None, 6):

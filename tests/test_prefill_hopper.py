@@ -102,14 +102,14 @@ def test_plan_of_intervals(causal, window, kind, q_start, kv_start, kv_len):
     narrowed = [row_bounds(q_start + m, kv_start, kv_len, window, causal) for m in range(q_len)]
     bounds = [(max(a, int(x)), max(a, x, min(b, int(y)))) for (a, b), x, y in zip(narrowed, lo, hi, strict=True)]
     assert spans[2] == min(kv_len, hi[-1]) and not spans[5]
-    for block_m, block_n in ((128, 128), (16, 64)):
-        assert_visits(bounds, spans, memory, block_m, block_n)
+    for block_m, block_n, align in ((128, 128, 1), (128, 128, 64), (16, 64, 1), (16, 64, 16)):
+        assert_visits(bounds, spans, memory, block_m, block_n, align)
 
 
-def assert_visits(bounds, spans, memory, block_m, block_n) -> None:
+def assert_visits(bounds, spans, memory, block_m, block_n, align=1) -> None:
     """Check the tiles of all blocks against the (first, last + 1) key of each query.
 
-    memory: spans with intervals; empty if there are none.
+    memory: spans with intervals; empty if there are none. align: tiles begin at its multiples.
     """
     narrowed = _as_python(plan.narrowed, memory=memory)
     bounds_of = {"row_bounds": _as_python(plan.row_bounds), "narrowed": narrowed}
@@ -118,9 +118,10 @@ def assert_visits(bounds, spans, memory, block_m, block_n) -> None:
     _q_start, _kv_start, kv_stop, _window, _causal, holes, _live_stop = spans
     q_len = len(bounds)
     for first in range(0, q_len, block_m):
-        tiles = tiles_of(first, q_len, 0, spans, block_m, block_n, bool(memory))
+        tiles = tiles_of(first, q_len, 0, spans, block_m, block_n, bool(memory), align)
         lo, _hi, num_tiles, _num_after, num_masked = tiles
-        starts = [tile_start(i, tiles, block_n) for i in range(num_tiles)]
+        starts = [tile_start(i, tiles, block_n, align) for i in range(num_tiles)]
+        lo = lo // align * align
         assert sorted(starts) == [lo + t * block_n for t in range(num_tiles)] and num_tiles >= 1
         own = bounds[first : first + block_m]
         covered = range(lo, lo + num_tiles * block_n)

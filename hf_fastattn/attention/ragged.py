@@ -33,12 +33,12 @@ class Shared(NamedTuple):
 class Ragged:
     """The keys of each query of one forward.
 
-    sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages, slots: of prompts in one
-    row the place in a pool of each new token, int64 (tables, q_len) and (q_len,); of rows over pages their tables, int32
-    (tables, batch, pages), and the slot of the new token of each, int64 (batch,). keys: the places of all keys, int64 (tables,
-    kv_len) and (kv_len,), for prompts in one row of which some follow a cached text; None if they are the new tokens. stored,
-    attended: numbers of layers that have stored K and V, and of calls of attention. shared: what rows over pages share, if it
-    is read once.
+    sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages: tables of pages, int32
+    (tables, batch, pages); prompts in one row have one table, of the pages of each text after those of the one before. slots: of
+    the new token of each row, int64 (batch,), or of each of prompts, (1, q_len). ends: of prompts in one row of which some follow
+    a cached text, the slots of the last pages from the ends of the texts on, int64 (1, any), where zeros are stored: keys are then
+    the slots of the table, otherwise the new tokens, and it is None. stored, attended: numbers of layers that have stored K and V,
+    and of calls of attention. shared: what rows over pages share, if it is read once.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Ragged:
         build: Callable[[int | None], torch.Tensor],
         pages: torch.Tensor,
         slots: torch.Tensor,
-        keys: tuple[torch.Tensor, torch.Tensor] | None = None,
+        ends: torch.Tensor | None = None,
         shared: Shared | None = None,
     ):
-        self.sizes, self.build, self.pages, self.slots, self.keys = sizes, build, pages, slots, keys
+        self.sizes, self.build, self.pages, self.slots, self.ends = sizes, build, pages, slots, ends
         self.masks: dict[int | None, masks.Mask] = {}
         self.stored = self.attended = 0
         self.shared = shared

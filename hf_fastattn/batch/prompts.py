@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
 
 def reading_of(parts: list[Part], size: int, device: torch.device) -> Reading:
-    """How these parts are read as one row. size: of a page. If one follows a cached text, all keys are gathered from pages."""
+    """How these parts are read as one row. size: of a page. If one follows a cached text, all keys are read from pages."""
     behind = any(part.row.done for part in parts)
     ids: list[int] = []
     positions: list[int] = []
@@ -45,28 +45,26 @@ def reading_of(parts: list[Part], size: int, device: torch.device) -> Reading:
     pages: list[list[int]] = [[] for _ in tables]
     first: list[int] = []  # for each token, the index of the first key of its text, and of its own key
     own: list[int] = []
-    keys: list[list[int]] = [[] for _ in tables]
     slots: list[int] = []
+    ends: list[int] = []
     last: list[int] = []
     for row, count in parts:
         start, stop = row.done, row.done + count
-        begins = len(slots) if behind else len(ids)
+        begins, held = len(pages[0]) * size, -(-stop // size)
+        slots += range(begins + start, begins + stop)
+        ends += range(begins + stop, begins + held * size)
+        shift = begins if behind else len(ids)
         ids += row.ids[start:stop]
         positions += range(start, stop)
-        first += [begins] * count
-        own += range(begins + start, begins + stop)
+        first += [shift] * count
+        own += range(shift + start, shift + stop)
         for table in tables:
-            pages[table] += [row.pages[table][place // size] for place in range(start, stop)]
-            if behind:
-                keys[table] += [row.pages[table][place // size] for place in range(stop)]
-        if behind:
-            slots += [place % size for place in range(stop)]
+            pages[table] += [page or -1 for page in row.pages[table][:held]]  # no query sees the tokens of page 0
         last.append(len(ids) - 1)
-    ints = on_device([ids, positions, first, own, *pages], device)
-    places = on_device([*keys, slots], device)
-    gathered = (places[:-1], places[-1]) if behind else None
-    kv_len = len(slots) if behind else len(ids)
+    ints = on_device([ids, positions, first, own, slots], device)
+    held_pages = on_device(pages, device, torch.int32)[:, None]
+    kv_len = len(pages[0]) * size if behind else len(ids)
     build = partial(ragged.of_prompts, ints[2], ints[3], kv_len)
-    sees = Ragged((1, len(ids), kv_len), build, ints[4:], ints[1] % size, gathered)
+    sees = Ragged((1, len(ids), kv_len), build, held_pages, ints[4:], on_device([ends], device) if behind else None)
     kept = [index for part, index in zip(parts, last, strict=True) if part.whole] or last[-1:]
     return Reading(ints[0][None], ints[1][None], sees, [part for part in parts if part.whole], on_device(kept, device))

@@ -69,28 +69,24 @@ class PagedLayer(Buffered):
         return states[0], states[1]
 
     def append(self, rows: Ragged, key_states: torch.Tensor, value_states: torch.Tensor) -> KV:
-        """Store K and V (batch, num_kv_heads, 1, head_dim) of a step of the rows, and return those to attend to."""
+        """Store K and V, (batch, num_kv_heads, 1, head_dim) of a step of the rows or (1, num_kv_heads, tokens, head_dim) of prompts
+        in one row, and return those to attend to."""
         from ..kernels.decode.append import append  # with Triton
-        from ..kernels.paged import paged
+        from ..kernels.paged import gather, paged
 
         states = self.ready(key_states, value_states)
         keys, values = self.buffers
         kv = paged(keys, values, rows.pages[self.table])
         append(kv, *states, rows.slots)
         rows.stored += 1
-        return kv
-
-    def write(self, rows: Ragged, *states: torch.Tensor) -> Pair:
-        """Store K and V (1, num_kv_heads, tokens, head_dim) of prompts in one row, and return those to attend to."""
-        states = self.ready(*states)
-        for pool, x in zip(self.buffers, states, strict=True):
-            pool[rows.pages[self.table], :, rows.slots] = x.transpose(1, 2).flatten(0, 1)
-        rows.stored += 1
-        if rows.keys is not None:
-            pages, slots = rows.keys[0][self.table], rows.keys[1]
-            keys, values = (pool[pages, :, slots].transpose(0, 1)[None] for pool in self.buffers)
-            return keys, values
-        return states[0], states[1]
+        if rows.slots.dim() == 1:
+            return kv
+        if rows.ends is None:
+            return KV(*states)
+        if rows.ends.numel():
+            append(kv, *(x.new_zeros(()).expand(*x.shape[:2], rows.ends.numel(), x.shape[3]) for x in states), rows.ends)
+        # Other GPUs load tiles from pages by an address for each slot, which takes longer than a copy.
+        return kv if gpu.arch(self.buffers[0].device) in (0, 90) else gather(kv)
 
     def get_seq_length(self) -> int:
         return 0  # rows have lengths of their own; positions are passed to the model
@@ -110,7 +106,7 @@ class PagedStorage(Storage):
     """The pools of all layers, and the rows that are decoded. most_rows, width: rows and pages of a row that each table has.
 
     windows: of each layer; None if it sees all tokens. pages: numbers of pages, for the layers of each of windows_of().
-    tables: int32 (len(pages), most_rows, width); places of tokens in pools (`Ragged.pages`, `keys`) have this first axis too.
+    tables: int32 (len(pages), most_rows, width); `Ragged.pages` has this first axis too.
     bucket: the number of rows of a step; live rows come first. sharing: the most rows of a group whose first tokens a step reads
     once (`share`), 0 if each row reads its own; counted: the number of such groups, of which the last is empty. prompts: what the
     prompts of the current forward see, None in a step of the rows.
@@ -270,10 +266,9 @@ class PagedCache(StoredCache):
         if step is None or step.ragged is None:
             raise ValueError("A cache in pages is written by generate_batch() of a patched model, and by no other forward.")
         layer: PagedLayer = self.storage.layers[layer_idx]
-        if self.storage.prompts is not None:
-            return layer.write(step.ragged, key_states, value_states)
-        step.kv = layer.append(step.ragged, key_states, value_states)
-        return step.kv.k, step.kv.v
+        kv = layer.append(step.ragged, key_states, value_states)
+        step.kv = kv if kv.pages is not None else None
+        return kv.k, kv.v
 
 
 def counted(groups: int, rows: int) -> int:

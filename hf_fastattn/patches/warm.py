@@ -257,10 +257,10 @@ class _Template(NamedTuple):
         """The same call with other numbers of rows and tokens. packed: of prompts that are read as one row."""
         if self.kv.pages is not None:
             table = self.kv.pages.new_empty(rows, -(-(past + tokens) // self.kv.k.shape[2]))
-            ints = self.q.new_empty(rows, 1, 1, WORDS, dtype=torch.int32)
-            registry.get(self.backend).attend(
-                _like(self.q, {0: rows}), self.kv._replace(pages=table), self.spec, ints, **self.options
-            )
+            shape = (rows, 1, 2, WORDS + tokens) if packed else (rows, 1, 1, WORDS)
+            ints = self.q.new_empty(shape, dtype=torch.int32)
+            q = _like(self.q, {0: rows, 2: tokens})
+            registry.get(self.backend).attend(q, self.kv._replace(pages=table), self.spec, ints, **self.options)
             return
         limit, seen = 1 << 62, past
         if self.window is not None and not (packed and past):
@@ -361,11 +361,10 @@ class _Batches(_Forwards):
         state: Any = None  # which is compared in a generate_batch() alone
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: 1, hf.CACHE: cache}
         if tokens > 1 or not point.past:
-            kv_len, keys = point.past + tokens, None
-            if point.past:
-                keys = ids.new_empty(len(pages), kv_len), ids.new_empty(kv_len)
+            kv_len = storage.width * self.size if point.past else tokens
             build = partial(ragged.of_prompts, ids[0], ids[0], kv_len)
-            storage.prompts = ragged.Ragged((1, tokens, kv_len), build, ids.expand(len(pages), -1), ids[0], keys)
+            ends = ids[:, :1] if point.past else None
+            storage.prompts = ragged.Ragged((1, tokens, kv_len), build, storage.tables[:, :1], ids, ends)
         if point.captured:
             Entry(cache, state, inputs).body(model, model.__call__, storage, None)()
         else:

@@ -29,6 +29,7 @@ from ... import checks
 from ...host import gpu, launch
 from ...host.counters import counters_of
 from ...host.descriptors import describe, reads
+from ...paged import FORMS
 from ...spans import has_rows, has_words, no_spans
 from ...spec import KV, Form, Spec, is_plain
 from ..plan import Call
@@ -36,6 +37,7 @@ from ..schedule import pack_of, splits_of
 from .item import BLOCK_M
 from .kernel import prefill_hopper_kernel
 from .merge import merge_shares
+from .pipe import SWIZZLED, columns
 
 MAX_HEAD_DIM = 256
 MIN_ROWS = 65  # with fewer rows at least half of a block of 128 rows is empty
@@ -49,7 +51,9 @@ class Config:
     BLOCK_N: keys per tile. stages: tiles of K, and of V, in flight. q_stages: items whose Q is in flight. own_out: O is stored
     through a separate buffer, not through that of Q. exp2_on_fma: one of so many exponentials is computed by the FMA units, none
     if 0 (see `tile._exp2`). k_width, v_width: columns of K and of V that are multiplied (see product.py). split: some items are
-    shares of blocks of rows. pack: heads of a KV head that share a block. rows: the spans have an interval for each query.
+    shares of blocks of rows. pack: heads of a KV head that share a block. rows: the spans have an interval for each query. page:
+    tokens of a page; 0: K and V are plain. box: of a page the tokens that one load of a tile has, at a multiple of which tiles
+    begin; 1 of plain K and V.
     """
 
     BLOCK_N: int
@@ -62,6 +66,11 @@ class Config:
     split: bool = False
     pack: int = 1
     rows: bool = False
+    page: int = 0
+
+    @property
+    def box(self) -> int:
+        return min(self.page, self.BLOCK_N) or 1
 
 
 # By the columns of a buffer, the fastest on an H200 for lengths of 2k to 64k, causal or not; docs/dev/log.md has slower variants.
@@ -70,11 +79,6 @@ CONFIGS = {
     128: Config(128),
     256: Config(64, own_out=False),
 }
-
-
-def columns(head_dim: int) -> int:
-    """Columns of the buffers for this head_dim."""
-    return max(64, 1 << (head_dim - 1).bit_length())
 
 
 @cache
@@ -106,8 +110,8 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0, shares: bool = False) -> st
     if rows < MIN_ROWS:
         of = " of a KV head" if shares else ""
         return f"The Hopper prefill kernel is for {MIN_ROWS} queries{of} or more, not {rows}."
-    if not is_plain(kv.form):
-        return f"The Hopper prefill kernel reads plain K and V by TMA, not those of the form {kv.form.name!r}."
+    if not (is_plain(kv.form) or page_of(kv)):
+        return f"The Hopper prefill kernel reads K and V by TMA, plain or in pages, not those of the form {kv.form.name!r}."
     if sinks:
         return f"The Hopper prefill kernel does not support sinks; sinks is {sinks}."
     for name, x in (("q", q), ("k", kv.k), ("v", kv.v)):
@@ -117,6 +121,11 @@ def why_not(q: torch.Tensor, kv: KV, sinks: int = 0, shares: bool = False) -> st
                 f"{name} has strides {tuple(x.stride())} at an address of {x.data_ptr() % 16} modulo 16."
             )
     return None
+
+
+def page_of(kv: KV) -> int:
+    """Tokens of a page, if K and V are in pages that the kernel reads; otherwise 0."""
+    return kv.k.shape[2] if kv.pages is not None and kv.form is FORMS.get(kv.k.shape[2]) else 0
 
 
 def _describe(x: torch.Tensor, *rows: int) -> Callable[[torch.Tensor], Any]:
@@ -161,9 +170,9 @@ def prefill(
     plan = _prepare((q, *kv.tensors, spans, sink_logits, inv_freq), kv.form, spec, return_lse, shares, aligned)
     out, lse = checks.empty_outputs(q, kv.v.shape[3], return_lse)
     workspace = torch.empty(plan.workspace_size, device=q.device, dtype=torch.float32)
-    spans = no_spans(q.device, spec.causal, kv.k.shape[2] - q.shape[2]) if spans is None else spans
+    spans = no_spans(q.device, spec.causal, kv.sizes.kv_len - q.shape[2]) if spans is None else spans
     sink_logits = q if sink_logits is None else sink_logits
-    plan.launch(q, kv.k, kv.v, out, lse, workspace, spans, sink_logits, counters_of(q.device))
+    plan.launch(q, kv.k, kv.v, out, lse, workspace, spans, sink_logits, counters_of(q.device), kv.pages)
     if plan.merge is not None:
         plan.merge(out, lse, workspace, spans, sink_logits)
     return (out, lse) if return_lse else out
@@ -191,7 +200,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
         whole, splits = splits_of(q, kv, spec, pack, columns(max(call.head_dim, call.value_dim)))
     num_shares = (blocks - whole) * splits
     num_items = whole + num_shares
-    C = replace(C, split=num_shares > 0, pack=pack, rows=rows)
+    C = replace(C, split=num_shares > 0, pack=pack, rows=rows, page=page_of(kv))
     fitting = max(1, _L2_BYTES // (call.kv_len * (call.head_dim + call.value_dim) * q.element_size()))
     section = packs_each * (1 << (fitting.bit_length() - 1))
     order = (num_blocks, num_packs, call.batch * num_packs, section, whole)
@@ -203,8 +212,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
         None,
         (
             _packed(q, call.group, pack),
-            _describe(kv.k, C.BLOCK_N),
-            _describe(kv.v, C.BLOCK_N),
+            *(describe(x, (1, 1, C.box, SWIZZLED)) if C.page else _describe(x, C.BLOCK_N) for x in (kv.k, kv.v)),
             _packed(out, call.group, pack),
         ),
         stride_sb=0 if spans is None else spans.stride(0),
@@ -230,5 +238,5 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, shares: bool, al
     if num_shares == 0:
         return Plan(start, None, 0)
     stats_start = num_shares * BLOCK_M * call.block_dv
-    merge = merge_shares(call, pack, order, splits, BLOCK_M, C.BLOCK_N, stats_start)
+    merge = merge_shares(call, pack, order, splits, BLOCK_M, C.BLOCK_N, C.box, stats_start)
     return Plan(start, merge, stats_start + num_shares * BLOCK_M * 2)

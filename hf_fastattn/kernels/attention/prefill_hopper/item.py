@@ -37,7 +37,7 @@ def item_of(
     first = block * QUERIES
     span_ptr = Spans + row.to(gl.int64) * stride_sb
     spans = row_spans(span_ptr, q_len, kv_len, window, C.rows, IS_CAUSAL)
-    tiles = tiles_of(first, q_len, span_ptr, spans, QUERIES, C.BLOCK_N, C.rows)
+    tiles = tiles_of(first, q_len, span_ptr, spans, QUERIES, C.BLOCK_N, C.rows, C.box)
     _lo, _hi, num_tiles, _num_after, _num_masked = tiles
     share = (0, num_tiles)
     if C.split:

@@ -30,8 +30,10 @@ from .pipe import (
     empty,
     full,
     let_next_begin,
+    load_pages,
     matrix,
     named_barrier,
+    numbers_of,
     phase_of,
     receive_item,
     reread,
@@ -49,8 +51,8 @@ from .tile import cap, mask, pack, softmax_step, zero_rows
 @gluon.jit
 def _produce(args, C: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr = CONSUMERS):
     """The producer warp: for each item it loads Q once, and K and V tile by tile as their buffers become empty."""
-    q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, next_ring, sizes = args
-    _stride_sb, num_items, _num_packs, _total_packs, _group, _section, _whole, _q_len, _kv_len, _window = sizes
+    q_desc, k_desc, v_desc, Spans, Counters, Pages, q_ring, k_ring, v_ring, next_ring, sizes = args
+    _stride_sb, num_items, _num_packs, _total_packs, _group, _section, _whole, _q_len, kv_len, _window = sizes
     q_smem, _q_barriers = q_ring
     k_smem, _k_barriers = k_ring
     v_smem, _v_barriers = v_ring
@@ -68,14 +70,25 @@ def _produce(args, C: gl.constexpr, IS_CAUSAL: gl.constexpr, CONSUMERS: gl.const
             await_empty(q_desc, q_ring, buffer, phase_of(item_count, C.q_stages) ^ 1)
             q_at = [row, kv_head, first + wg * 64 // C.pack, group_head, 0]
             tma_load(q_desc, q_at, full(q_ring, buffer), q_smem.index(buffer))
+        if C.page:
+            Table = Pages + row * (kv_len // C.page)
+            numbers = numbers_of(Table, tile_start(skipped, tiles, C.BLOCK_N, C.box), kv_len // C.page, C)
         for i in range(num_tiles):
-            start = tile_start(skipped + i, tiles, C.BLOCK_N)
+            start = tile_start(skipped + i, tiles, C.BLOCK_N, C.box)
             stage = stage_of(tile_count + i, C.stages)
             phase = phase_of(tile_count + i, C.stages) ^ 1
-            await_empty(k_desc, k_ring, stage, phase)
-            tma_load(k_desc, [row, kv_head, start, 0], full(k_ring, stage), k_smem.index(stage))
-            await_empty(v_desc, v_ring, stage, phase)
-            tma_load(v_desc, [row, kv_head, start, 0], full(v_ring, stage), v_smem.index(stage))
+            if C.page:
+                slot = start % C.page
+                load_pages(k_desc, k_ring, stage, phase, numbers, kv_head, slot, C)
+                of_v = numbers
+                # The next numbers arrive while V waits for its buffer.
+                numbers = numbers_of(Table, tile_start(skipped + i + 1, tiles, C.BLOCK_N, C.box), kv_len // C.page, C)
+                load_pages(v_desc, v_ring, stage, phase, of_v, kv_head, slot, C)
+            else:
+                await_empty(k_desc, k_ring, stage, phase)
+                tma_load(k_desc, [row, kv_head, start, 0], full(k_ring, stage), k_smem.index(stage))
+                await_empty(v_desc, v_ring, stage, phase)
+                tma_load(v_desc, [row, kv_head, start, 0], full(v_ring, stage), v_smem.index(stage))
         send_item(next_ring, following, item_count)  # only now, because the atomic operation takes as long as a load
         tile_count += num_tiles
         item_count += 1
@@ -104,7 +117,7 @@ def _attend(
     v_smem, _v_barriers = v_ring
     _stride_sb, num_items, _num_packs, _total_packs, _group, _section, whole, q_len, kv_len, _window = sizes
     indices, kv_stop, tiles, share, _slot, seen = rows
-    _lo, _hi, _num_tiles, _num_after, num_masked = tiles
+    lo, _hi, _num_tiles, _num_after, num_masked = tiles
     skipped, num_tiles = share
     BLOCK_N: gl.constexpr = C.BLOCK_N
     STAGES: gl.constexpr = C.stages
@@ -123,10 +136,16 @@ def _attend(
     mbarrier.wait(full(k_ring, stage), phase)
     k = matrix(k_smem.index(stage))
     s_token = product(q, k, zeros, C.k_width)
-    start = tile_start(skipped, tiles, BLOCK_N)
-    if (start + BLOCK_N > kv_stop) & (kv_stop < kv_len):
+    start = tile_start(skipped, tiles, BLOCK_N, C.box)
+    first_live = 0
+    if C.page:
+        dead = (start + BLOCK_N > kv_stop) | (start < lo)
+        first_live = lo - start
+    else:
+        dead = (start + BLOCK_N > kv_stop) & (kv_stop < kv_len)
+    if dead:
         mbarrier.wait(full(v_ring, stage), phase)
-        zero_rows(matrix(v_smem.index(stage)), kv_stop - start)
+        zero_rows(matrix(v_smem.index(stage)), first_live, kv_stop - start)
         fence_async_shared()
         warpgroup_barrier()
     s = warpgroup_mma_wait(0, [s_token])
@@ -165,12 +184,19 @@ def _attend(
             mbarrier.arrive(empty(k_ring, stage), count=1)
             s = cap(s, scale_log2, cap_log2, HAS_SOFTCAP)
             if MASKED:
-                s = mask(s, tile_start(skipped + i, tiles, BLOCK_N), seen, HAS_WORDS)
+                start = tile_start(skipped + i, tiles, BLOCK_N, C.box)
+                s = mask(s, start, seen, HAS_WORDS)
             p, m, l, alpha = softmax_step(s, m, l, s_scale, MASKED, C.exp2_on_fma)
             acc = wait_for(o_tokens)
             mbarrier.arrive(empty(v_ring, v_stage), count=1)
             p = pack(p, dtype)
             acc = scaled(acc, alpha, gl.float32)
+            if MASKED and C.page:  # noqa: SIM102 (known at compile time; the next is not)
+                if start < lo:
+                    mbarrier.wait(full(v_ring, stage), phase_of(tile_count + i, STAGES))
+                    zero_rows(matrix(v_smem.index(stage)), lo - start, BLOCK_N)
+                    fence_async_shared()
+                    warpgroup_barrier()
 
     # O += P V of the last tile; meanwhile the row sums are completed.
     if C.own_out:
@@ -301,14 +327,15 @@ def _consume(
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc,  # (batch, num_kv_heads, q_len, group, head_dim), boxes of 64 / pack queries and pack heads
-    k_desc,  # (batch, num_kv_heads, kv_len, head_dim), boxes of BLOCK_N keys
-    v_desc,  # (batch, num_kv_heads, kv_len, value_dim), boxes of BLOCK_N keys
+    k_desc,  # (batch, num_kv_heads, kv_len, head_dim), boxes of BLOCK_N keys; or the pool of pages, boxes of `box` keys, 64 columns
+    v_desc,  # (batch, num_kv_heads, kv_len, value_dim), likewise
     out_desc,  # (batch, num_kv_heads, q_len, group, value_dim), boxes as of q_desc, written
     Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE
     Workspace,  # (floats,), fp32: acc (shares, 128, BLOCK_DV), then m and l (shares, 128, 2), written with split
     Spans,  # (batch, 1, 1 or 2, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     Counters,  # (2,), int32: the next item, and programs that have ended; 0 between launches
+    Pages,  # (batch, kv_len / page), int32, or None
     stride_sb, num_items, num_packs, total_packs, group, section, whole, q_len, kv_len, window, scale_log2, cap_log2,
     C: gl.constexpr, HAS_WORDS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINK_LOGITS: gl.constexpr,
     WRITE_LSE: gl.constexpr,
@@ -317,7 +344,7 @@ def prefill_hopper_kernel(
         let_next_begin()
     q_ring, k_ring, v_ring, o_smem, next_ring = shared_memory(q_desc, k_desc, v_desc, out_desc, C)
     sizes = (stride_sb, num_items, num_packs, total_packs, group, section, whole, q_len, kv_len, window)
-    loads = (q_desc, k_desc, v_desc, Spans, Counters, q_ring, k_ring, v_ring, next_ring, sizes)
+    loads = (q_desc, k_desc, v_desc, Spans, Counters, Pages, q_ring, k_ring, v_ring, next_ring, sizes)
     shared = (out_desc, Lse, Workspace, Spans, SinkLogits, q_ring, k_ring, v_ring, o_smem, next_ring, sizes, scale_log2, cap_log2)
     gl.warp_specialize(
         [

@@ -16,7 +16,7 @@ from ...host import tables
 from ...host.launch import Launch
 from ...host.overlap import early, let_next_begin, wait_for_inputs
 from ..plan import Call
-from ..schedule import num_tiles
+from ..schedule import seen_keys, tiles_of
 from .order import block_at
 
 
@@ -33,7 +33,7 @@ def merge_shares_kernel(
     Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_sb, num_blocks, num_packs, total_packs, group, log_pack, section, whole, splits, q_len, kv_len, window, stats_start,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n.
 
@@ -44,7 +44,8 @@ def merge_shares_kernel(
     block, pack, row = block_at(whole + which, num_blocks, num_packs, total_packs, section)
     first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
     # The spans may be read before the wait: they were written before the previous launch, which did not begin early.
-    tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
+    lo, hi = seen_keys(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
+    tiles = tiles_of(lo // ALIGN * ALIGN, hi, C)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     step, left = blocks * BLOCK_M, (q_len << log_pack) - block * BLOCK_M - first_row
@@ -61,11 +62,12 @@ def merge_shares_kernel(
 
 
 def merge_shares(
-    call: Call, pack: int, order: tuple[int, ...], splits: int, BLOCK_M: int, BLOCK_N: int, stats_start: int
+    call: Call, pack: int, order: tuple[int, ...], splits: int, BLOCK_M: int, BLOCK_N: int, align: int, stats_start: int
 ) -> Launch:
     """The launch that merges the shares of `call`; its tensors are out, lse, the workspace, spans and sink logits.
 
-    order: the sizes of `order.block_at`, and the number of whole blocks. stats_start: where m and l begin in the workspace.
+    order: the sizes of `order.block_at`, and the number of whole blocks. align: tiles begin at multiples of it. stats_start: where
+    m and l begin in the workspace.
     """
     num_blocks, num_packs, total_packs, section, whole = order
     blocks, rows = num_blocks * total_packs - whole, min(call.q_len * pack, BLOCK_M)
@@ -88,6 +90,7 @@ def merge_shares(
         stats_start=stats_start,
         C=Output(**call.output(BLOCK_N)),
         BLOCK_M=BLOCK_M,
+        ALIGN=align,
         **merge_form,
         **early(call.q.device),
     )

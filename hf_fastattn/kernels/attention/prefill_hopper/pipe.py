@@ -16,8 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # Triton 3.9 renamed these; both names are the same operation.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_memory = gl.shared_memory_descriptor
+reinterpret = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 warpgroup_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
+SWIZZLED = 64  # columns of 16 bits that are swizzled together: a buffer has them one after the other, of all rows each
 CONSUMERS = 2  # warpgroups, of 64 query rows each
 FIRST_TURN = 8  # named barriers for the consumers' turns; Triton numbers its own from 0, one or two per partition
 
@@ -48,6 +51,28 @@ def _buffers(box, count):
     return [count, *box]
 
 
+@gluon.constexpr_function
+def columns(head_dim):
+    """Columns of the buffers for this head_dim."""
+    return max(SWIZZLED, 1 << (head_dim - 1).bit_length())
+
+
+@gluon.constexpr_function
+def _tile_box(desc, width, C):
+    """(the shape of a tile of K or V, its layout), `width` columns of which are multiplied."""
+    if not C.page:
+        return desc.block_shape, desc.layout
+    box = [1, 1, C.BLOCK_N, columns(width)]
+    return box, gl.NVMMASharedLayout.get_default_for(box, desc.dtype)
+
+
+@gluon.jit
+def _tiles(desc, WIDTH: gl.constexpr, C: gl.constexpr):
+    """The buffers of K or V."""
+    box: gl.constexpr = _tile_box(desc, WIDTH, C)
+    return gl.allocate_shared_memory(desc.dtype, _buffers(box[0], C.stages), box[1])
+
+
 @gluon.jit
 def shared_memory(
     q_desc, k_desc, v_desc, out_desc,
@@ -60,8 +85,8 @@ def shared_memory(
     STAGES: gl.constexpr = C.stages
     Q_BUFFERS: gl.constexpr = CONSUMERS * C.q_stages
     q_smem = gl.allocate_shared_memory(q_desc.dtype, _buffers(q_desc.block_shape, Q_BUFFERS), q_desc.layout)
-    k_smem = gl.allocate_shared_memory(k_desc.dtype, _buffers(k_desc.block_shape, STAGES), k_desc.layout)
-    v_smem = gl.allocate_shared_memory(v_desc.dtype, _buffers(v_desc.block_shape, STAGES), v_desc.layout)
+    k_smem = _tiles(k_desc, C.k_width, C)
+    v_smem = _tiles(v_desc, C.v_width, C)
     o_smem = q_smem
     if C.own_out:
         o_smem = gl.allocate_shared_memory(out_desc.dtype, _buffers(out_desc.block_shape, CONSUMERS), out_desc.layout)
@@ -104,10 +129,34 @@ def matrix(buffer):
 
 
 @gluon.jit
-def await_empty(desc, ring, i, phase):
-    """Wait for this phase of buffer i's empty barrier; its full barrier then expects a box of `desc`."""
+def await_empty(desc, ring, i, phase, BOXES: gl.constexpr = 1):
+    """Wait for this phase of buffer i's empty barrier; its full barrier then expects boxes of `desc`."""
     mbarrier.wait(empty(ring, i), phase)
-    mbarrier.expect(full(ring, i), desc.block_type.nbytes)
+    mbarrier.expect(full(ring, i), BOXES * desc.block_type.nbytes)
+
+
+@gluon.jit
+def numbers_of(Pages, start, pages, C: gl.constexpr):
+    """The numbers of the pages of the tile that begins at slot `start`, for `load_pages`. Pages: the row's table, of so many
+    pages. A page that does not exist is read as any other: no query sees it."""
+    at = start // C.page + gl.arange(0, C.BLOCK_N // C.box, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.maximum(gl.load(Pages + gl.minimum(at, pages - 1)), 0)
+
+
+@gluon.jit
+def load_pages(desc, ring, i, phase, numbers, kv_head, slot, C: gl.constexpr, SWIZZLED: gl.constexpr = SWIZZLED):
+    """Wait for buffer i and load a tile from pages, of which it has whole ones, or a part of one from this slot on."""
+    smem, _barriers = ring
+    tile = smem.index(i)
+    COLUMNS: gl.constexpr = tile.shape[3] // SWIZZLED
+    BOXES: gl.constexpr = C.BLOCK_N // C.box
+    await_empty(desc, ring, i, phase, COLUMNS * BOXES)
+    boxes = reinterpret(tile, desc.dtype, _buffers(desc.block_shape, COLUMNS * BOXES), desc.layout)
+    which = gl.arange(0, BOXES, numbers.type.layout)
+    for box in range(BOXES):
+        page = gl.max(gl.where(which == box, numbers, 0), 0)
+        for part in gl.static_range(COLUMNS):
+            tma_load(desc, [page, kv_head, slot, part * SWIZZLED], full(ring, i), boxes.index(part * BOXES + box))
 
 
 @gluon.jit

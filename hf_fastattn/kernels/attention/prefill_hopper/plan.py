@@ -40,20 +40,24 @@ def row_spans(
 
 
 @gluon.jit
-def tiles_of(first, q_len, span_ptr, spans, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, HAS_ROWS: gl.constexpr):
+def tiles_of(
+    first, q_len, span_ptr, spans,
+    QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, HAS_ROWS: gl.constexpr, ALIGN: gl.constexpr = 1,
+):  # fmt: skip
     """The tiles that the QUERIES queries from `first` on visit, at least one: (lo, hi, num_tiles, num_after, num_masked).
 
-    Tile t begins at slot lo + t * BLOCK_N; together they contain the keys [lo, hi) that any row sees. num_masked of them need a
-    mask: the last num_after, and the others at the beginning.
+    Tile t begins at slot lo + t * BLOCK_N, lo rounded down to a multiple of ALIGN; together they contain the keys [lo, hi) that any row sees. num_masked of them
+    need a mask: the last num_after, and the others at the beginning.
     """
     q_start, kv_start, kv_stop, window, causal, holes, live_stop = spans
     first_pos = q_start + first
     last_pos = q_start + gl.minimum(first + QUERIES, q_len) - 1
     bounds = block_bounds(first_pos, last_pos, live_stop, kv_start, kv_stop, window, causal)
     lo, hi, full_lo, full_hi = narrowed_block(bounds, kv_stop, span_ptr, first, last_pos - q_start, q_len, HAS_ROWS)
-    num_tiles = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 1)
-    full_start = gl.minimum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, num_tiles)
-    full_stop = gl.minimum(gl.maximum(full_hi - lo, 0) // BLOCK_N, num_tiles)
+    begin = lo // ALIGN * ALIGN
+    num_tiles = gl.maximum((hi - begin + BLOCK_N - 1) // BLOCK_N, 1)
+    full_start = gl.minimum((full_lo - begin + BLOCK_N - 1) // BLOCK_N, num_tiles)
+    full_stop = gl.minimum(gl.maximum(full_hi - begin, 0) // BLOCK_N, num_tiles)
     full_stop = gl.maximum(gl.where(holes, full_start, full_stop), full_start)
     num_after = num_tiles - full_stop
     return lo, hi, num_tiles, num_after, num_after + full_start
@@ -86,8 +90,8 @@ def share_of(num_tiles, index, splits):
 
 
 @gluon.jit
-def tile_start(i, tiles, BLOCK_N: gl.constexpr):
+def tile_start(i, tiles, BLOCK_N: gl.constexpr, ALIGN: gl.constexpr = 1):
     """First slot of the i-th tile to visit: masked at the end, masked at the beginning, then the others, each from the last."""
     lo, _hi, num_tiles, num_after, num_masked = tiles
     middle = num_tiles - num_after - 1 - (i - num_masked)
-    return lo + gl.where(i < num_after, num_tiles - 1 - i, gl.where(i < num_masked, num_masked - 1 - i, middle)) * BLOCK_N
+    return lo // ALIGN * ALIGN + gl.where(i < num_after, num_tiles - 1 - i, gl.where(i < num_masked, num_masked - 1 - i, middle)) * BLOCK_N

@@ -137,14 +137,14 @@ def normaliser(m, l, sink_ptr, HAS_SINK_LOGITS: gl.constexpr, LOG2_E: gl.constex
 
 
 @gluon.jit
-def zero_rows(v_smem, limit):
-    """Zero the rows of a V tile from `limit` on, 16 at a time because few registers are free."""
+def zero_rows(v_smem, first, limit):
+    """Zero the rows of a V tile before `first` and from `limit` on, 16 at a time because few registers are free."""
     BLOCK_N: gl.constexpr = v_smem.shape[0]
     HEAD_DIM: gl.constexpr = v_smem.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     for chunk in gl.static_range(BLOCK_N // 16):
-        if limit < (chunk + 1) * 16:
+        if (limit < (chunk + 1) * 16) | (first > chunk * 16):
             part = v_smem.slice(chunk * 16, 16, dim=0)
             rows = chunk * 16 + gl.arange(0, 16, gl.SliceLayout(1, layout))
             v = part.load(layout)
-            part.store(gl.where((rows < limit)[:, None], v, gl.zeros_like(v)))
+            part.store(gl.where(((rows >= first) & (rows < limit))[:, None], v, gl.zeros_like(v)))
