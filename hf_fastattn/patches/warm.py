@@ -322,7 +322,9 @@ class _Forwards:
     def __init__(self, model: hf.PreTrainedModel, patch: Patch, kv_dtype: str | None):
         self.model, self.backend, self.kv_dtype = model, patch.backend, kv_dtype
         self.kinds = hf.layer_kinds(model.config)
-        self.states: list[Part] = []  # of one row, as a prompt leaves them
+        # Of one row, as the first prompt leaves them.
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.states: list[Part] = []
 
     def storage(self, tokens: int) -> PreallocatedStorage:
         return storage_of(self.kinds, round_up(tokens), self.kv_dtype)
@@ -333,11 +335,8 @@ class _Forwards:
         storage = self.storage(total)
         cache = PreallocatedCache.around(storage)
         ids = torch.empty(point.rows, point.tokens, dtype=torch.int64, device="meta")
-        shapes = hf.layer_shapes(model.config)
-        for layer in storage.counted:
-            shape = shapes[layer.index]
-            sizes = ((point.rows, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
-            layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device="meta") for size in sizes))
+        for layer in storage.counted if self.kv else ():
+            layer.lazy_initialization(*(_like(x, {0: point.rows, 2: 0}) for x in self.kv[layer.index]))
             layer.seen, layer.base = point.past, point.past - layer.track.kept(point.past)
         for part in self.states if point.past else ():
             storage.layers[part.layer].put(part.name, _like(part.tensor, {0: point.rows}))
@@ -351,7 +350,9 @@ class _Forwards:
         else:
             with _Unknown():
                 model(**inputs)
-        self.states = self.states or [part for part in storage.memory() if part.slots is None]
+        if not self.kv:
+            self.kv = {layer.index: (layer.keys, layer.values) for layer in storage.counted}
+            self.states = [part for part in storage.memory() if part.slots is None]
         if 1 < point.rows <= BEAMS:
             cache.reorder_cache(ids[:, 0].int())  # as beam search does
 
