@@ -101,7 +101,7 @@ def test_the_list_of_a_hybrid_has_what_its_calls_meet(name):
 @pytest.mark.parametrize("family, name", [("deepseek_v3", "DeepseekV3"), ("zamba", "Zamba"), ("nemotron_h", "NemotronH")])
 def test_models_whose_caches_or_layers_their_configuration_does_not_say_have_a_list(family, name):
     model = every_model.named(f"{name}ForCausalLM", family, "causal").bfloat16()
-    assert len(hf_fastattn.kernels_of(model, (1,), tokens=300, target=H100)) > 20
+    assert len(hf_fastattn.kernels_of(model, (1,), tokens=300, target=H100)) > 10
 
 
 @pytest.mark.slow
