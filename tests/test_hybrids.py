@@ -142,7 +142,7 @@ def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs
         states = [state.clone() for state in cache.storage.states()]
         more = text[:, -1:]
         for given in ({"input_ids": more[:1]}, {"inputs_embeds": model.get_input_embeddings()(more.repeat(2, 1)[:3])}):
-            with pytest.raises(ValueError, match="This cache holds 2 rows, and the call has [13]"):
+            with pytest.raises(ValueError, match=r"This cache holds 2 rows, and the call has [13]\."):
                 model(**given, past_key_values=cache)
         with pytest.raises(ValueError, match="holds 2 rows, and the call has 3"):
             model(more.repeat(2, 1)[:3], past_key_values=cache)

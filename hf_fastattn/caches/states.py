@@ -41,8 +41,8 @@ class Tensors(dict[int, torch.Tensor | None]):
 
 
 class States(hf.LinearAttentionLayer):
-    """Layer with states that stay in place. fresh: the recurrent states that no token has entered since reset(). whole: whether it
-    has all states of a text, which a file may lack."""
+    """Layer with states that stay in place. fresh: the recurrent states that no token has entered since reset(). whole: whether
+    it is that of a file, with all states of a text."""
 
     is_croppable = False  # in Transformers, whether there are no recurrent states yet
     is_compileable = False  # see Buffered
@@ -70,8 +70,8 @@ class States(hf.LinearAttentionLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         if self.whole:
             raise ValueError(
-                f"Layer {self.index} lacks a recurrent state of its text, as the file of the cache did. Call reset() on the cache "
-                "and read the text again."
+                f"Layer {self.index} lacks a recurrent state of its text, as the file of the cache did. Call reset() and read "
+                "the text again."
             )
         with torch.inference_mode(False):  # normal tensors, so that the cache can be used outside inference_mode
             hf.LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
