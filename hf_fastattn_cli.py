@@ -15,7 +15,7 @@ import typer
 
 ABOUT = "Exact attention kernels inside Hugging Face Transformers: the backends, what runs, and comparisons of results."
 BENCHES = (
-    *("generate", "families", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
+    *("generate", "families", "hybrids", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
     *("quantised", "ranks", "commits", "kernels", "stream", "paper_e2e", "paper_ranks", "context", "report"),
 )
 COMMANDS = {

@@ -113,17 +113,15 @@ def bandwidth(device: torch.device) -> float:
     return READ.get(name, READ["NVIDIA H200"])
 
 
-def load_family(name: str, dtype: torch.dtype, device: torch.device, positions: int) -> Subject:
-    model_type, config = FAMILIES[name]
+def load_family(name: str, shape: tuple[str, dict], dtype: torch.dtype, device: torch.device, positions: int) -> Subject:
+    model_type, config = shape
     return of_random_weights(name, model_type, {**COMMON, "max_position_embeddings": 4096, **config}, dtype, device, positions)
 
 
 def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch.device, *, profiled: bool = True) -> dict:
     """One row, with the kernels of a step if profiled. Raises RuntimeError if captured steps differ from uncaptured ones."""
     lengths = row_lengths(case, args.padded)
-    bytes_read = step_bytes(subject.facts, lengths)
-    row = {"model": subject.name, "case": case, "lengths": lengths, "bytes": bytes_read}
-    row["floor_ms"] = 1e3 * bytes_read / bandwidth(device)
+    row = {"model": subject.name, "case": case, "lengths": lengths}
     prompt = make_prompt(lengths, subject.text_config.vocab_size, device)
     stock = twin(subject.model, subject.model.config._attn_implementation)
     row["stock_attention"] = stock.config._attn_implementation
@@ -135,6 +133,10 @@ def measure(subject: Subject, case: str, args: argparse.Namespace, device: torch
     patched = patch(model, "lean")
     try:
         first, again = resumed(model, prompt, args.tokens)
+        states = sum(state.nbytes for state in first.cache.storage.states())
+        row["bytes"] = step_bytes(subject.facts, lengths) + 2 * states  # a state is read and written
+        row |= {"state_bytes": states, "layers": subject.text_config.num_hidden_layers} if states else {}
+        row["floor_ms"] = 1e3 * row["bytes"] / bandwidth(device)
         if not args.unchecked:
             rival = Rival("patched", model, prompt, args.tokens, patch=patched)
             row["check"] = check(rival, first.cache, subject.model)
@@ -293,26 +295,42 @@ def end(results: Results) -> int:
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.families") -> int:
     """Measure the chosen families. Returns 0, or 1 if a row failed or there was no time for it."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
+    return run_shapes(parser, argv, "families", FAMILIES, {"": CASES, "8b": OF_8B})
+
+
+def run_shapes(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    name: str,
+    shapes: dict[str, tuple[str, dict]],
+    of: dict[str, list[str]],
+    **versions: str,
+) -> int:
+    """Measure the chosen ones of these shapes. Returns 0, or 1 if a row failed or there was no time for it.
+
+    name: of the JSON. of: the cases by the name of a shape, "" for all others. versions: further conditions.
+    """
     parser.add_argument("--only", type=listed, help="beginnings of names; default all but tiny")
     parser.add_argument("--unchecked", action="store_true", help="do not compare logits with those of uncaptured steps")
-    add_step_options(parser, f"{','.join(CASES)}, and more for 8b", (1024, 4096), tokens=32)
+    more = "".join(f", and more for {other}" for other in of if other)
+    add_step_options(parser, f"{','.join(of[''])}{more}", (1024, 4096), tokens=32)
     args = parser.parse_args(argv)
-    names = [name for name in FAMILIES if (name.startswith(tuple(args.only)) if args.only else name != "tiny")]
+    names = [each for each in shapes if (each.startswith(tuple(args.only)) if args.only else not each.startswith("tiny"))]
     if not names:
-        parser.error(f"no family begins with {' or '.join(args.only)}; known are {', '.join(FAMILIES)}.")
-    need_gpu(parser, args, names, pairs(args.cases or CASES, args.padded))
+        parser.error(f"no family begins with {' or '.join(args.only)}; known are {', '.join(shapes)}.")
+    need_gpu(parser, args, names, pairs(args.cases or of[""], args.padded))
     device = find_device(args.device)
-    results = begin(parser, args, "families", command(prog, argv), device, {"conditions": conditions(device, METHOD)})
+    results = begin(parser, args, name, command(parser.prog, argv), device, {"conditions": conditions(device, METHOD) | versions})
     results.data["tb_per_s"] = bandwidth(device) / 1e12
     known = {(row["model"], row["case"]) for row in results.data["rows"]}
-    for name in progress(names, "families", "model"):
-        cases = [case for case in args.cases or (OF_8B if name == "8b" else CASES) if (name, case) not in known]
+    for each in progress(names, name, "model"):
+        cases = [case for case in args.cases or of.get(each, of[""]) if (each, case) not in known]
         if not cases:
             continue
         longest = max(max(row_lengths(case, args.padded)) for case in cases) + args.tokens + 64
-        load = partial(load_family, name, dtype_for(device), device, longest)
+        load = partial(load_family, each, shapes[each], dtype_for(device), device, longest)
         row_of = lambda subject, case: measure(subject, case, args, device)  # noqa: E731
-        measure_cases(results, name, cases, load, row_of, line, device, reserve=20)
+        measure_cases(results, each, cases, load, row_of, line, device, reserve=20)
     return end(results)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_fastattn import hf
+from hf_fastattn.caches.stored import StoredCache
 from hf_fastattn.patches import Patch
 from hf_fastattn.patches.graphs import graphs as graph
 
@@ -151,10 +152,18 @@ def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits:
     )
 
 
+def has_states(cache) -> bool:
+    """Whether a cache of hf_fastattn has recurrent states, from which no token can be removed."""
+    return isinstance(cache, StoredCache) and bool(cache.storage.states())
+
+
 def rewind(cache, prompt: Prompt):
-    """The cache, if there is one, cropped to all tokens of the prompt except the last."""
+    """The cache, if there is one, cropped to all tokens of the prompt except the last; empty if it has recurrent states."""
     if cache is None:
         return None
+    if has_states(cache):
+        cache.reset()
+        return cache
     more = int(cache.get_seq_length()) - (prompt.ids.shape[1] - 1)
     if more > 0 and hasattr(cache.layers[0], "cumulative_length"):  # Transformers' static cache has no crop()
         for layer in cache.layers:
@@ -200,9 +209,10 @@ def check(ours: Rival, cache, model) -> dict:
     weights, with these."""
     replayed, steps = ours.patch.replays, min(ours.new, 24)
     stock = twin(model, model.config._attn_implementation)
+    few = steps if has_states(cache) else 6  # differences of a state add up
     captured, uncaptured, other = (
         run(each, ours.prompt, new, rewind(cache, ours.prompt), logits=True)
-        for each, new in ((ours.model, steps), (twin(model, ours.patch.backend), steps), (stock, 6))
+        for each, new in ((ours.model, steps), (twin(model, ours.patch.backend), steps), (stock, few))
     )
     rewind(cache, ours.prompt)
     found = verdict(captured, uncaptured, other, ours.model.dtype)
@@ -256,8 +266,9 @@ def beside_generate(entry: graph.Entry) -> Iterator[int]:
     """Inside, the entry's graph may be replayed at most so many times; the next generate() resets its cache and counts."""
     storage = entry.storage()
     storage.sync(entry.device)
+    mark = storage.mark()
     yield min(track.capacity - track.image[0] for track in storage.tracks)
-    storage.rewind(None)  # the replays counted tokens on the device
+    storage.rewind(mark)  # the replays counted tokens on the device
 
 
 def replay_ms(patched: Patch) -> float | None:

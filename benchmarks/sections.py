@@ -376,6 +376,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("commits", "commits.json", commits),
     ("families", "families.json", sections_steps.families),
     ("families_h100", "families_h100.json", sections_steps.families),
+    ("hybrids", "hybrids.json", partial(sections_steps.families, of="hybrids, with the number of their layers")),
     ("modes", "modes.json", sections_steps.modes),
     ("modes_1b", "modes_1b.json", sections_steps.modes),
     ("evaluation", "evaluation.json", sections_steps.evaluation),

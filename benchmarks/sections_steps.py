@@ -7,15 +7,16 @@ from hf_fastattn.report.tables import table
 from .words import bandwidth, by_method, figure, model
 
 
-def families(result: dict) -> str:
+def families(result: dict, of: str = "each family") -> str:
     rows = []
     for row in result["rows"]:
         figures = [figure(row["floor_ms"], 2), figure(row.get("replay_ms"), 2), figure(row.get("over_floor"), 2, "x")]
-        rows.append([row["model"], row["case"], *figures, row.get("launches"), figure(row["ms"], 2), figure(row["stock_ms"])])
+        name = f"{row['model']} ({row['layers']})" if "layers" in row else row["model"]
+        rows.append([name, row["case"], *figures, row.get("launches"), figure(row["ms"], 2), figure(row["stock_ms"])])
     head = ["model", "batch x prompt", "floor", "replay", "replay / floor", "launches", "`patch()`", "stock `generate()`"]
     padded = next((row["lengths"] for row in result["rows"] if row["case"].endswith("padded")), None)
     lengths = f"; the padded case has left-padded rows of {min(padded)} to {max(padded)} tokens" if padded else ""
-    title = f"**A decode step of each family, milliseconds**, random weights, the floor at {bandwidth(result)}"
+    title = f"**A decode step of {of}, milliseconds**, random weights, the floor at {bandwidth(result)}"
     return f"{title} {by_method(result)}{lengths}:\n\n{table(head, rows)}"
 
 

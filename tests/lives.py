@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 import torch
 from test_compile_offline import NewDevice
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    FalconH1Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -55,6 +65,31 @@ MODELS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts_per_tok": 8, **LONG},
     ),
 }
+# With a smaller vocabulary, which has to fit into the memory of a CPU.
+HYBRIDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Qwen3.5 0.8B": (
+        Qwen3_5TextConfig,
+        {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "linear_num_value_heads": 16}
+        | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 32_000, **LONG},
+    ),
+    "Falcon-H1 0.5B": (
+        FalconH1Config,
+        {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 36, "vocab_size": 32_784}
+        | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24}
+        | {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, **LONG},
+    ),
+    "LFM2 1.2B": (
+        Lfm2Config,
+        {"hidden_size": 2048, "block_ff_dim": 12_288, "num_hidden_layers": 16, "vocab_size": 65_536, **HEADS, **LONG}
+        | {"layer_types": [*["conv"] * 2, "full_attention"] * 3 + ["conv", "full_attention"] * 3 + ["conv"]},
+    ),
+    "Gemma 3n E2B": (  # 4 layers, of which the last 2 read K and V of the others
+        Gemma3nTextConfig,
+        {"num_hidden_layers": 4, "intermediate_size": [8192] * 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": None}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 32_000, "vocab_size_per_layer_input": 32_000}
+        | LONG,
+    ),
+}
 
 
 class _Graph:
@@ -73,7 +108,7 @@ class _Graph:
 
 def recipe_of(name: str, target: tuple[int, int]) -> warm.Recipe:
     """The recipe of a whole model."""
-    cls, options = MODELS[name]
+    cls, options = {**MODELS, **HYBRIDS}[name]
     return warm.Recipe.of(hf.model_on_meta(cls(**options), torch.bfloat16), None, target)
 
 
@@ -154,6 +189,13 @@ class Life:
         yield from (self.generate(200, rows) for rows in (2, 16))
         yield from (self.padded(), self.generate(300, num_beams=4), self.generate(300, prompt_lookup_num_tokens=8))
 
+    def minutes(self) -> Iterator[Call]:
+        """A few short calls, none with tokens that may be removed: prompts of linear layers are read on the CPU."""
+        yield from (self.generate(tokens) for tokens in (100, 100, 20, 300, 700))
+        yield from self.chat(200, [5, 90], 1024)
+        yield from (self.generate(30, rows) for rows in (2, 16))
+        yield from (self.padded(), self.generate(50, num_beams=4))
+
     def day(self) -> Iterator[Call]:
         """One user, then several."""
         yield from [self.generate(100)] * 3
@@ -197,7 +239,7 @@ def met_apart(recipe: warm.Recipe, part: str) -> list[Kernel]:
 
 
 def met(recipe: warm.Recipe, part: str) -> list[Kernel]:
-    """What a part of the life of a model compiles: "hour", "day", "whole", "job" or "jobs"."""
+    """What a part of the life of a model compiles: "minutes", "hour", "day", "whole", "job" or "jobs"."""
     torch.manual_seed(0)
     with living(recipe) as (model, found), torch.inference_mode():
         for call in getattr(Life(model), part)():

@@ -38,7 +38,10 @@ def edit_the_config(side, variant):
 def edit_attention(side, variant):
     for layer in side.layers:
         if variant == 0:
-            layer.self_attn.scaling *= 0.5
+            if hasattr(layer, "self_attn"):
+                layer.self_attn.scaling *= 0.5
+            else:
+                layer.linear_attn.activation = None
         else:
             layer.input_layernorm.variance_epsilon = 0.7
 
@@ -151,7 +154,7 @@ def continue_a_conversation(side, variant):
         return
     held = side.kept[-1 if variant % 2 else 0]
     if variant // 2 == 1:
-        if side.streams or any(held[0].is_sliding):
+        if not side.crops or any(held[0].is_sliding):
             return  # neither removes tokens
         held[0].crop(-2)
     elif variant // 2 == 2:

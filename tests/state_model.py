@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 
-def linears(side) -> list[nn.Linear]:
-    return [module for module in side.model.modules() if type(module) is nn.Linear]
+def linears(side) -> list[nn.Module]:
+    return [module for module in side.model.modules() if type(module) in (nn.Linear, nn.Conv1d)]
 
 
-def pick(side, variant: int) -> nn.Linear:
-    """A linear layer by number, alternating between early and late ones."""
+def pick(side, variant: int) -> nn.Module:
+    """A linear layer or a convolution by number, alternating between early and late ones."""
     found = linears(side)
     return found[(-1 - variant // 2) if variant % 2 else variant // 2]
 
@@ -73,7 +73,7 @@ def tie_the_head_to_the_embeddings(side, variant):
 
 @action(2)
 def one_parameter_serves_two_layers(side, variant):
-    parts = [getattr(layer, ("mlp", "self_attn")[variant]).modules() for layer in side.layers[:2]]
+    parts = [getattr(layer, ("mlp", "self_attn")[variant], layer).modules() for layer in side.layers[:2]]
     for one, other in zip(*([m for m in part if type(m) is nn.Linear] for part in parts), strict=False):
         if one.weight.shape == other.weight.shape:
             one.weight = other.weight
@@ -172,7 +172,7 @@ def swap_two(side, variant):
     a, b = side.layers[:2]
     if variant == 0:
         a.mlp, b.mlp = b.mlp, a.mlp
-    elif len(set(getattr(side.model.config, "layer_types", None) or ())) < 2:  # else the masks of two kinds are mixed up
+    elif len(set(vars(side.model.config).get("layer_types") or ())) < 2:  # else the masks of two kinds are mixed up
         side.layers[0], side.layers[1] = b, a
 
 
@@ -182,8 +182,9 @@ def remove_a_layer(side, variant):
         del side.layers[1]
         if variant:
             side.model.config.num_hidden_layers = 1
-            if getattr(side.model.config, "layer_types", None):
+            if vars(side.model.config).get("layer_types"):
                 side.model.config.layer_types = side.model.config.layer_types[:1]
+        _number_states(side)
         side.kept.clear()
 
 
@@ -194,9 +195,18 @@ def add_a_layer(side, variant):
     new.self_attn.layer_idx, new.self_attn.config = len(side.layers), side.layers[0].self_attn.config
     side.layers.append(new)
     config.num_hidden_layers = len(side.layers)
-    if getattr(config, "layer_types", None):
+    if vars(config).get("layer_types"):
         config.layer_types = [*config.layer_types, config.layer_types[0]]
+    _number_states(side)
     side.kept.clear()
+
+
+def _number_states(side):
+    """A stock cache of layers with a state and K and V is as long as the configuration says, and does not grow."""
+    for index, layer in enumerate(side.layers):
+        if hasattr(layer, "mamba"):
+            layer.self_attn.layer_idx = layer.mamba.layer_idx = index
+            side.model.config.num_hidden_layers = len(side.layers)
 
 
 # Adapters

@@ -24,6 +24,7 @@ from benchmarks import (
     fresh,
     generate,
     grid,
+    hybrids,
     models,
     modes,
     prompts,
@@ -428,6 +429,32 @@ def test_a_step_of_each_family_beside_its_floor(tmp_path):
     assert "| tiny" in (text := report.report(tmp_path, ["families"])) and "left-padded rows of 9 to 20 tokens" in text
     found = json.loads((tmp_path / "families.json").read_text())
     assert "left-padded" not in sections_steps.families({**found, "rows": [row | {"case": "2x9"}]})
+
+
+@pytest.mark.slow
+def test_a_step_of_a_hybrid_beside_its_floor(tmp_path):
+    options = ["--only", "tiny", "--cases", "2xpadded", "--padded", "9", "20", "--tokens", "8", "--stock-tokens", "8"]
+    (row,) = rows_of(hybrids.main, tmp_path, "hybrids", *options, "--repeats", "1")
+    facts = costs.count(hf.random_model("qwen3_5_text", torch.float32, torch.device("meta"), **hybrids.HYBRIDS["tiny"][1]))
+    # Of each of 2 rows and 3 linear layers: a convolution of 4 over 128 channels, and 4 heads of 16 x 16. One layer has K and V.
+    assert row["state_bytes"] == 2 * 3 * 4 * (128 * 4 + 4 * 16 * 16) and facts.kv_bytes(9) == 9 * 2 * 2 * 16 * 4
+    assert row["bytes"] == facts.read_bytes(2) + facts.kv_bytes(9) + facts.kv_bytes(20) + 2 * row["state_bytes"]
+    assert row["check"]["passed"] and row["ms"] > 0 < row["stock_ms"]
+    assert re.search(r"hybrids, with the number of their layers.*\| tiny \(4\) \|", report.report(tmp_path, ["hybrids"]), re.S)
+
+
+def test_replays_that_are_timed_leave_recurrent_states_as_they_were(monkeypatch):
+    fake_graph.use(monkeypatch)
+    model = hf.random_model("qwen3_5_text", torch.float32, CPU, **hybrids.HYBRIDS["tiny"][1])
+    with patch(model) as patched:
+        prompt = runs.make_prompt([9], 128, CPU)
+        first, again = runs.resumed(model, prompt, 8)
+        for _ in range(2):
+            before = [state.clone() for state in first.cache.storage.states()]
+            with runs.beside_generate(entry := runs.last_graph(patched)):
+                entry.graph.replay()
+            assert all(map(torch.equal, first.cache.storage.states(), before))
+        assert torch.equal(again().tokens[:, :8], first.tokens)
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "families, modes, evaluation, prompts, batch, first_tokens, chunks, rollout, quantised, ranks, commits, kernels",
+            "families, hybrids, modes, evaluation, prompts, batch, first_tokens, chunks, rollout, quantised, ranks, commits",
         ),
         (["bench", "speed"], "Unknown benchmark 'speed'; known: "),
         (["bench", "familys"], "Try: hf-fastattn bench families"),

@@ -117,6 +117,40 @@ def test_a_file_with_other_states_is_refused(change, tmp_path):
         PreallocatedCache.load(path, model)
 
 
+def test_a_file_whose_metadata_lacks_a_state_too_is_refused_in_the_first_step(tmp_path):
+    model, path = built("Qwen3_5"), tmp_path / "cache"
+    cache = PreallocatedCache(model)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+    for name in ("conv_states", "recurrent_states"):
+        state = getattr(cache.layers[0], name).pop(0)
+        cache.save(path, model)
+        getattr(cache.layers[0], name)[0] = state
+        with hf_fastattn.patch(model), torch.no_grad():
+            with pytest.raises(ValueError, match="Layer 0 lacks a recurrent state"):
+                model(IDS[:, :1], past_key_values=(loaded := PreallocatedCache.load(path, model)))
+            loaded.reset()
+            assert torch.equal(generated(model, past_key_values=loaded), generated(model))
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])
+def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs):
+    model = built(family)
+    with hf_fastattn.patch(model), torch.no_grad():
+        cache = PreallocatedCache(model)
+        text = generated(model, past_key_values=cache)
+        states = [state.clone() for state in cache.storage.states()]
+        more = text[:, -1:]
+        for given in ({"input_ids": more[:1]}, {"inputs_embeds": model.get_input_embeddings()(more.repeat(2, 1)[:3])}):
+            with pytest.raises(ValueError, match=r"This cache holds 2 rows, and the call has [13]\."):
+                model(**given, past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 2 rows, and the call has 3"):
+            model(more.repeat(2, 1)[:3], past_key_values=cache)
+        assert all(map(torch.equal, cache.storage.states(), states)) and cache.get_seq_length() == text.shape[1] - 1
+        expected = generated(model, torch.cat([text, IDS[:, :2]], 1))
+        assert torch.equal(generated(model, torch.cat([text, IDS[:, :2]], 1), past_key_values=cache), expected)
+
+
 @pytest.mark.parametrize("family, interrupted", [("Qwen3_5", 1), ("Zamba", 1), ("Zamba", 2)])
 def test_a_step_is_undone_bit_for_bit_or_the_cache_is_refused(family, interrupted, graphs, monkeypatch):
     """The first replay of a call has a mark, as the model is compared meanwhile; a later one has none."""

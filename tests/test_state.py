@@ -61,6 +61,7 @@ FOUND = {
     "another dtype": ("llama", [("cast", 0), ("cast", 2)]),
     "another dtype, over a rolling cache": ("rolling", [("cast", 0), ("cast", 2)]),
     "no cache asked for": ("llama", [("ask_otherwise", 3)] * 2),
+    "attention without its mask": ("recurrent", [("add_a_layer", 0), ("remove_a_layer", 0)]),
 }
 
 

@@ -225,6 +225,20 @@ def test_rollouts(kind, lora, when, steps, kept, tmp_path, monkeypatch):
     ours.agrees(stock)
 
 
+@long
+def test_rollouts_of_a_hybrid(tmp_path, steps=10):
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_value_heads": 4}
+    kinds |= {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    sizes = {"vocab_size": 320, "max_position_embeddings": 2048, "eos_token_id": 2}
+    stock, ours = (
+        Run(tmp_path, "GRPO", when, given={"model": tiny("qwen3_5_text", "sdpa", **sizes, **kinds)}, max_steps=steps).train()
+        for when in (None, "before")
+    )
+    assert ours.counts() == (1, steps * (NEW - 1) - 1, 0) and len(set(ours.logged("reward"))) > 1
+    ours.agrees(stock)
+    assert ours.logged("reward") == stock.logged("reward")
+
+
 def test_the_arguments_of_the_benchmark_are_those_of_trl(tmp_path):
     trl = pytest.importorskip("trl")
     run, found = Run(tmp_path, "GRPO", None, max_completion_length=trl.GRPOConfig.max_completion_length), {}

@@ -26,6 +26,7 @@ pytest.importorskip("triton")
 if INTERPRETED:
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
+import every_model
 import lives
 from test_compile_offline import OfflineDriver
 from transformers import ContinuousBatchingConfig
@@ -49,6 +50,14 @@ LISTED = {
     "GPT-OSS 20B": (72, 74, 74),
     "Qwen3 30B": (72, 74, 73),
 }
+# Of a hybrid, for an H100, and the kernels of its linear layers.
+OF_HYBRIDS = {
+    "Qwen3.5 0.8B": (74, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
+    "Falcon-H1 0.5B": (81, {"conv_update_kernel", "selective_kernel"}),
+    "LFM2 1.2B": (66, {"conv_update_kernel"}),
+    "Gemma 3n E2B": (87, set()),
+}
+STEPS = {"conv_update_kernel", "gated_delta_kernel", "selective_kernel", "gated_norm_kernel"}
 SURPLUS = 1.5  # of a list, over what a life of 300 calls meets
 
 
@@ -72,6 +81,27 @@ def test_the_list_has_what_an_hour_meets(name, target):
     met, kernels = lives.met_apart(recipe, "hour"), warm.listed(recipe)
     assert len(met) > 15
     assert not [kernel for kernel in met if kernel not in kernels]
+
+
+@pytest.mark.parametrize("name", OF_HYBRIDS)
+def test_the_list_of_a_hybrid_has_the_steps_of_its_linear_layers(name):
+    (count, steps), kernels = OF_HYBRIDS[name], warm.listed(lives.recipe_of(name, H100))
+    assert len(kernels) <= count and {kernel.name for kernel in kernels} & STEPS == steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_HYBRIDS)
+def test_the_list_of_a_hybrid_has_what_its_calls_meet(name):
+    recipe = lives.recipe_of(name, H100)
+    met, kernels = lives.met_apart(recipe, "minutes"), warm.listed(recipe)
+    assert {kernel.name for kernel in met} & STEPS == OF_HYBRIDS[name][1]
+    assert len(met) > 25 and not [kernel for kernel in met if kernel not in kernels]
+
+
+@pytest.mark.parametrize("family, name", [("deepseek_v3", "DeepseekV3"), ("zamba", "Zamba"), ("nemotron_h", "NemotronH")])
+def test_models_whose_caches_or_layers_their_configuration_does_not_say_have_a_list(family, name):
+    model = every_model.named(f"{name}ForCausalLM", family, "causal").bfloat16()
+    assert len(hf_fastattn.kernels_of(model, (1,), tokens=300, target=H100)) > 10
 
 
 @pytest.mark.slow

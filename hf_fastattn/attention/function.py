@@ -66,6 +66,8 @@ def attention_forward(
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         if causal and 1 < query.shape[2] != key.shape[2]:
             refuse.missing_mask(name, module, query, key)
+        if causal and steps.captured():  # the keys are all slots of a buffer, and a mask says which of them hold tokens
+            raise ValueError(f"{type(module).__name__} attends without a mask")
     elif isinstance(mask, masks.Mask):
         causal = isinstance(mask, masks.PlainMask)
         # In a compiled graph only the shape is symbolic. Elsewhere reading the shape is slow.

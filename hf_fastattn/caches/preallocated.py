@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from .. import hf
+from ..attention import step as steps
 from ..attention.step import Step
 from . import eight_bits, saved
 from .layers import Layer, round_up
@@ -60,7 +61,16 @@ class PreallocatedCache(ChangeableCache):
     def begin(self, step: Step, model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if self.storage.kv_dtype is not None and not self.storage.seen:
             step.plan = kwargs.get("attention_mask")  # which tokens are padding
-        return super().begin(step, model, args, kwargs)
+        arguments = super().begin(step, model, args, kwargs)
+        if not self.storage.can_undo:  # the code of a linear layer does not compare the rows of its state
+            given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            rows = next((len(x) for x in given if isinstance(x, torch.Tensor)), self._rows)
+            try:
+                self.check_rows(rows)
+            except ValueError:
+                steps.end(step)  # nothing has run: the states are those of the text
+                raise
+        return arguments
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a StaticCache's is a tensor
         layer = self.storage.layers[layer_idx]
@@ -109,6 +119,7 @@ class PreallocatedCache(ChangeableCache):
         for index, each in states.items():
             for name, state in each.items():
                 cache.storage.layers[index].put(name, state.to(devices.get(index, state.device)))
+            cache.storage.layers[index].whole = True
         return cache
 
 

@@ -41,7 +41,8 @@ class Tensors(dict[int, torch.Tensor | None]):
 
 
 class States(hf.LinearAttentionLayer):
-    """Layer with states that stay in place. fresh: the recurrent states that no token has entered since reset()."""
+    """Layer with states that stay in place. fresh: the recurrent states that no token has entered since reset(). whole: whether
+    it is that of a file, with all states of a text."""
 
     is_croppable = False  # in Transformers, whether there are no recurrent states yet
     is_compileable = False  # see Buffered
@@ -49,7 +50,7 @@ class States(hf.LinearAttentionLayer):
 
     def hold(self, index: int, count: int, moves: Moves) -> None:
         hf.LinearAttentionLayer.__init__(self, number_of_states=count)
-        self.index, self.fresh = index, set(range(count))
+        self.index, self.fresh, self.whole = index, set(range(count)), False
         for name in ("conv_states", "recurrent_states"):
             held = Tensors(getattr(self, name))
             held.moves = moves
@@ -67,6 +68,11 @@ class States(hf.LinearAttentionLayer):
         return [Part(tensor, self.index, f"{name}.{number}", None) for name, number, tensor in each if tensor is not None]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if self.whole:
+            raise ValueError(
+                f"Layer {self.index} lacks a recurrent state of its text, as the file of the cache did. Call reset() and read "
+                "the text again."
+            )
         with torch.inference_mode(False):  # normal tensors, so that the cache can be used outside inference_mode
             hf.LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
@@ -119,7 +125,7 @@ class States(hf.LinearAttentionLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.fresh = set(range(self.number_of_states))
+        self.fresh, self.whole = set(range(self.number_of_states)), False
 
     def activate_past_recording(self) -> None:
         raise ValueError(NO_CROP)

@@ -112,6 +112,7 @@ def explain(
     if not hasattr(model, "generate"):
         raise ValueError(f"explain() is for models with generate(), and {type(model).__name__} has none.")
     facts = costs.count(model, dtype, ranks)
+    hf.refuse_states(model.config, "explain() counts", "Measure it instead: benchmarks/hybrids.py.")
     streaming = Settings.asked(chosen.name, chosen.streaming, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, kinds=(hf.Kind("window", streaming.sinks + streaming.window),) * len(facts.kinds))

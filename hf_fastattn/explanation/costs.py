@@ -80,8 +80,9 @@ class Facts:
     windows = property(lambda self: tuple(kind.window for kind in self.kinds))
 
     def _seen(self, length: int) -> list[tuple[hf.LayerShape, int]]:
-        """The shape of each layer, and the number of tokens that a query attends to in it."""
-        return [(shape, 1 + kind.sees(length - 1)) for shape, kind in zip(self.shapes, self.kinds, strict=True)]
+        """The shape of each layer with K and V, and the number of tokens that a query attends to in it."""
+        each = zip(self.shapes, self.kinds, strict=True)
+        return [(shape, 1 + kind.sees(length - 1)) for shape, kind in each if kind.has_kv]
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V of one row."""
@@ -126,7 +127,7 @@ class Step:
 
 
 def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ranks: int = 1) -> Facts:
-    """The Facts of a model, from its configuration and the shapes of its parameters.
+    """The Facts of a model, from its configuration and the shapes of its parameters. Recurrent states are not in them.
 
     ranks: the number of GPUs that share the model by tensor parallelism; the Facts are those of one of them.
     """
@@ -139,7 +140,6 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     try:
         kinds = hf.layer_kinds(model.config)
-        hf.refuse_states(model.config, "It needs", "Measure it instead: benchmarks/generate.py.")
     except ValueError as error:
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
     dtype = find_dtype(dtype) if dtype is not None else model.dtype

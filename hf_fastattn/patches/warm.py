@@ -20,10 +20,12 @@ from ..attention import ragged
 from ..batch import job
 from ..batch.loop import BUCKETS
 from ..caches import PreallocatedCache
+from ..caches.buffers import Part
 from ..caches.eight_bits import storage_of
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
 from ..caches.paged import COUNTS, PagedCache, PagedStorage, counted, windows_of
+from ..caches.storage import PreallocatedStorage
 from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
@@ -45,7 +47,7 @@ DRAFTS = (2, 4, 8, 16)
 
 
 class Recipe(NamedTuple):
-    """What decides which kernels a model launches. dtypes: of its parameters. most: tokens of all rows in a graph.
+    """What decides which kernels a model launches. dtypes: of its parameters and buffers. most: tokens of all rows in a graph.
 
     page: tokens of a page for those of generate_batch(), 0 for those of generate(). kv_dtype: of K and V in 8 bits."""
 
@@ -86,33 +88,44 @@ class Recipe(NamedTuple):
                 "The kernels of a model are known ahead with a preallocated cache and on one rank. Those of another are compiled "
                 "at their first launch; leave this call out."
             )
-        hf.refuse_states(model.config, "Kernels are known ahead for models with", "Leave this call out.")
         page = job.SIZE if batch is True else int(batch)
         if page and page not in job.SIZES:
             raise ValueError(f"batch must be True or the tokens of a page, one of {job.SIZES}; got {batch!r}.")
         others = job.why_not_backend(backend)
         if page and (reason := job.why_not(model, hf.layer_kinds(model.config), others)) is not None:
             raise ValueError(f"generate_batch() cannot run this {type(model).__name__}: {reason}. Leave batch out.")
-        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         most, config, kv_dtype = launch_bound(model, target.arch), copy.deepcopy(model.config), had.get("kv_dtype")
         return cls(type(model), config, model.dtype, dtypes, backend, had["graph"], had["fuse"], most, target, page, kv_dtype)
 
     def small(self) -> hf.PreTrainedModel:
         """A model of the same widths and dtypes, with as few layers as have all kinds, on the meta device."""
-        config = copy.deepcopy(self.config)
+        whole = copy.deepcopy(self.config)
+        whole._attn_implementation = "eager"
+        config = copy.deepcopy(whole)
         text = config.get_text_config(decoder=True)
-        kinds = [*hf.layer_kinds(config)]
+        kinds, types = [*hf.layer_kinds(config)], getattr(text, "layer_types", None)
+        # Layers without K and V of one kind may differ, as the experts and the dense ones of Nemotron-H.
+        own = [(kind, types[i] if types and not kind.has_kv else None) for i, kind in enumerate(kinds)]
         # A model with dense and sparse layers (DeepSeek) has the dense ones first.
         dense = getattr(text, "first_k_dense_replace", None) or 0
-        text.num_hidden_layers = min(max(2, 1 + max(kinds.index(kind) for kind in kinds), dense + 1), len(kinds))
-        for name in ("layer_types", "mlp_layer_types"):
-            if isinstance(each := getattr(text, name, None), list):
-                setattr(text, name, each[: text.num_hidden_layers])
-        config._attn_implementation = "eager"
+        count = min(max(2, 1 + max(map(own.index, own)), dense + 1), len(kinds))
+        if getattr(text, "num_kv_shared_layers", None):  # the last ones
+            text.num_kv_shared_layers -= len(kinds) - count
+        for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+            if isinstance(each := vars(text).get(name), list):
+                setattr(text, name, each[:count])
+        if text.num_hidden_layers != count:  # the length of a list in Nemotron-H
+            text.num_hidden_layers = count
         with torch.device("meta"):
-            made: hf.PreTrainedModel = self.cls(config).eval()
+            try:
+                made: hf.PreTrainedModel = self.cls(config).eval()
+            except ValueError:  # Zamba ties a second layer to its first with K and V
+                made = self.cls(whole).eval()
         for name, parameter in made.named_parameters():
             parameter.data = parameter.data.to(self.dtypes.get(name, self.dtype))
+        for name, buffer in made.named_buffers():  # Falcon-H1 multiplies by one
+            buffer.data = buffer.data.to(self.dtypes.get(name, buffer.dtype))
         return made
 
 
@@ -153,10 +166,10 @@ def listed(
         model = recipe.small()
         patch = Patch(model, recipe.backend, hf.layer_kinds(model.config), graph, recipe.fuse, None)
         run = _Forwards(model, patch, recipe.kv_dtype)
-        ends = [0]
+        ends, many = [0], run.storage(1).takes_many
         prompt = _Point(tokens=100, past=0)
         first = prompt, prompt._replace(masked=True), _Point(past=100, captured=graph)
-        for points in (first, [_Point(tokens=128, past=0, captured=graph)]):  # of the first call; of a second one
+        for points in (first, [_Point(tokens=128, past=0, captured=graph and many)]):  # of the first call; of a second one
             for point in points:
                 run(point)
             if recipe.fuse:
@@ -171,7 +184,7 @@ def listed(
             cases.append((_Point(masked=masked, captured=graph), between[masked:], depths, (1,)))
             cases.append((_Point(tokens=100, past=0, masked=masked), rows, [0], prompts))
         cases.append((_Point(tokens=100, masked=True), one, depths, prompts))
-        if graph:
+        if graph and many:
             cases.append((_Point(tokens=16, captured=True), one, [0, *depths], SEVERAL))
         for point, counts, depths_of, lengths in cases:
             most = recipe.most if point.captured else LONGEST
@@ -179,14 +192,14 @@ def listed(
                 for count, past, length in itertools.product(counts, depths_of, lengths):
                     if count * length <= most:
                         template.attend(count, past, length)
-                if not (point.past or point.masked) and registry.get(recipe.backend).packed:
+                if many and not (point.past or point.masked) and registry.get(recipe.backend).packed:
                     for length in prompts[5:]:
                         template.attend(1, 0, length, packed=True)
         windows = [kind.window for kind in hf.layer_kinds(model.config) if kind.window is not None and kind.window < tokens]
         few = [length for length in prompts if length <= 64]  # which fused experts may serve
         points = [_Point(tokens=length, past=0) for length in (*few, *(window + 1 for window in windows))]
         points += [_Point(count, captured=graph) for count in rows]
-        if graph:
+        if graph and many:
             points += [_Point(tokens=length, captured=True) for length in SEVERAL if length <= min(256, recipe.most)]
             points += [_Point(tokens=length, captured=True, last=False) for length in DRAFTS]
         for point in points:
@@ -295,23 +308,39 @@ def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
 
+class _Unknown(torch.overrides.TorchFunctionMode):
+    """Within it a tensor without memory is False, as for models with linear layers, which ask whether a mask has no padding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return False
+        return func(*args, **kwargs or {})
+
+
 class _Forwards:
     """Forwards of a model on the meta device."""
 
     def __init__(self, model: hf.PreTrainedModel, patch: Patch, kv_dtype: str | None):
         self.model, self.backend, self.kv_dtype = model, patch.backend, kv_dtype
         self.kinds = hf.layer_kinds(model.config)
+        # Of one row, as the first prompt leaves them.
+        self.kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.states: list[Part] = []
+
+    def storage(self, tokens: int) -> PreallocatedStorage:
+        return storage_of(self.kinds, round_up(tokens), self.kv_dtype)
 
     def __call__(self, point: _Point) -> None:
         """One forward over a cache of `point.past` tokens."""
         model, total = self.model, point.past + point.tokens
-        storage = storage_of(self.kinds, round_up(total), self.kv_dtype)
+        storage = self.storage(total)
         cache = PreallocatedCache.around(storage)
         ids = torch.empty(point.rows, point.tokens, dtype=torch.int64, device="meta")
-        for layer, shape in zip(storage.layers, hf.layer_shapes(model.config), strict=True):
-            sizes = ((point.rows, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
-            layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device="meta") for size in sizes))
+        for layer in storage.counted if self.kv else ():
+            layer.lazy_initialization(*(_like(x, {0: point.rows, 2: 0}) for x in self.kv[layer.index]))
             layer.seen, layer.base = point.past, point.past - layer.track.kept(point.past)
+        for part in self.states if point.past else ():
+            storage.layers[part.layer].put(part.name, _like(part.tensor, {0: point.rows}))
         state: Any = None  # which is compared in a generate() alone
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": ids, KEEP: int(point.last), hf.CACHE: cache}
         if point.masked:
@@ -320,7 +349,11 @@ class _Forwards:
             storage.sync(ids.device, *several(ids))
             Entry(cache, state, inputs, point.tokens).body(model, model.__call__, storage, None)()
         else:
-            model(**inputs)
+            with _Unknown():
+                model(**inputs)
+        if not self.kv:
+            self.kv = {layer.index: (layer.keys, layer.values) for layer in storage.counted}
+            self.states = [part for part in storage.memory() if part.slots is None]
         if 1 < point.rows <= BEAMS:
             cache.reorder_cache(ids[:, 0].int())  # as beam search does
 
@@ -332,8 +365,11 @@ class _Forwards:
             calls = gpu.thread.calls
         finally:
             gpu.thread.calls = None
+        kinds = self.kinds if len(calls) == len(self.kinds) else [kind for kind in self.kinds if kind.has_kv]
         by_window: dict[int | None, _Template] = {}
-        for (q, kv, spec, spans, options), kind in zip(calls, self.kinds, strict=False):
+        for (q, kv, spec, spans, options), kind in zip(calls, kinds, strict=False):
+            if not kind.has_kv:  # it reads K and V of an earlier layer
+                continue
             by_window[kind.window] = _Template(
                 self.backend, q, kv, spec, spans, options, point.captured, kind.window, self.kv_dtype
             )
