@@ -67,20 +67,19 @@ def load(name: str | None, device: torch.device):
 
 
 class Int4Layer(DynamicLayer):
-    """K and V rounded to 4 bits with a scale and a least value for each token and head, after a rotation; K less its first mean."""
+    """K and V in 4 bits with a scale and a least value for each token and head, rotated before; K less its first mean."""
 
     def lazy_initialization(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().lazy_initialization(keys, values)
         self.centre = keys.mean(2, keepdim=True)
         generator = torch.Generator().manual_seed(0)
-        self.turns = [
-            torch.linalg.qr(torch.randn(x.shape[3], x.shape[3], generator=generator)).Q.to(x) for x in (keys, values)
-        ]
+        self.turns = [torch.linalg.qr(torch.randn(x.shape[3], x.shape[3], generator=generator)).Q.to(x) for x in (keys, values)]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if not (held := self.is_initialized):
             self.lazy_initialization(key_states, value_states)
-        k, v = (round_to(15, x @ turn) @ turn.T for x, turn in zip((key_states - self.centre, value_states), self.turns, strict=True))
+        both = key_states - self.centre, value_states
+        k, v = (round_to(15, x @ turn) @ turn.T for x, turn in zip(both, self.turns, strict=True))
         found = super().update(k + self.centre, v)
         return found if held else (key_states, value_states)
 
