@@ -267,6 +267,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kv_dty
     parser.add_argument("--only", default="", metavar="A,B", help=f"formats, of: {', '.join(known)}; default: all")
     parser.add_argument("--lengths", default="1024,2048,4096,8192", help="of texts with needles (default: %(default)s)")
     parser.add_argument("--texts", type=int, default=4, help="of each length, with a needle for 8 cities (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="keep the rows of earlier runs in the JSON")
     add_options(parser, seconds=3600)
     args = parser.parse_args(argv)
     chosen = listed(args.only)
@@ -279,9 +280,11 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kv_dty
     width = args.prompt + args.tokens
     made, missing = formats(model, chosen)
     head = {"conditions": conditions(device, METHOD), "model": args.model or "SmolLM2-135M-Instruct", "dtype": str(model.dtype)}
-    head["conditions"] |= {name: version(name) for name in ("optimum-quanto", "hqq")}
-    head |= {"prompt": args.prompt, "step": args.step, "missing": missing}
+    head |= {"prompt": args.prompt, "step": args.step}
     results = Results(args.out / "kv_dtype.json", args.seconds, command(prog, argv), device, **head)
+    if args.keep:
+        results.take_over(parser)
+    results.data["measured_by"][results.run] |= {name: version(name) for name in ("optimum-quanto", "hqq")} | {"missing": missing}
 
     def note(rows: list[dict]) -> None:
         for row in rows:

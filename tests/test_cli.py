@@ -258,7 +258,10 @@ def test_every_command_has_help(capsys, command):
         (["explain", "8b", "--tp", "0"], "--tp must be at least 1; got 0."),
         (["explain", "8b", "--kv-dtype", "int4"], '--kv-dtype must be "int8", "fp8" or None; got \'int4\'.'),
         (["eval", "FOLDER", "--kv-dtype", "int8", "--backends", "sdpa"], "--kv-dtype is for backends whose kernels read 8 bits"),
-        (["generate", "FOLDER", "--kv-dtype", "int8", "--cache", "dynamic"], "--kv-dtype needs --cache preallocated and a backend"),
+        (
+            ["generate", "FOLDER", "--kv-dtype", "int8", "--cache", "dynamic"],
+            "--kv-dtype needs --cache preallocated and a backend",
+        ),
         (["generate", "FOLDER", "--kv-dtype", "int8", "--backend", "sdpa"], "as lean; got preallocated and sdpa."),
         (["warm", "FOLDER", "--arch", "90", "--kv-dtype", "int8", "--batch", "64"], "with a cache of None"),
         (["eval", "FOLDER", "--limit", "-1"], "--limit must be above 0"),
