@@ -16,7 +16,8 @@ import typer
 ABOUT = "Exact attention kernels inside Hugging Face Transformers: the backends, what runs, and comparisons of results."
 BENCHES = (
     *("generate", "families", "hybrids", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
-    *("quantised", "ranks", "commits", "kernels", "stream", "paper_e2e", "paper_ranks", "context", "report"),
+    *("quantised", "kv_dtype", "kv_dtype_speed", "ranks", "commits", "kernels", "stream", "paper_e2e", "paper_ranks"),
+    *("context", "report"),
 )
 COMMANDS = {
     "backends": "list the backends and whether each can run here",

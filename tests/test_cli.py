@@ -55,6 +55,14 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
     assert "lean.decode 12 " in ours and "| all " in theirs  # two layers, six tokens: the prompt of three runs the decode kernel
 
 
+def test_kv_in_8_bits(capsys, folder):
+    assert cli.main(["explain", "8b", "--gpu", "h100", "--kv-dtype", "int8"]) == 0
+    assert "K/V stay in place in 8 bits (int8), an approximation" in capsys.readouterr().out
+    options = ["--device", "cpu", "--tokens", "3", "--prompt", "abc", "--kv-dtype", "fp8", "--compare", "sdpa"]
+    assert cli.main(["generate", folder, *options]) in (0, 1)  # an approximation
+    assert "lean.decode 6 " in capsys.readouterr().out
+
+
 def test_generate_reads_standard_input_and_chat_templates(capsys, folder, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert cli.main(["generate", folder, "--device", "cpu", "--tokens", "2", "--prompt", "-", "--chat"]) == 0
@@ -248,6 +256,14 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "8b", "--tp", "0"], "--tp must be at least 1; got 0."),
+        (["explain", "8b", "--kv-dtype", "int4"], '--kv-dtype must be "int8", "fp8" or None; got \'int4\'.'),
+        (["eval", "FOLDER", "--kv-dtype", "int8", "--backends", "sdpa"], "--kv-dtype is for backends whose kernels read 8 bits"),
+        (
+            ["generate", "FOLDER", "--kv-dtype", "int8", "--cache", "dynamic"],
+            "--kv-dtype needs --cache preallocated and a backend",
+        ),
+        (["generate", "FOLDER", "--kv-dtype", "int8", "--backend", "sdpa"], "as lean; got preallocated and sdpa."),
+        (["warm", "FOLDER", "--arch", "90", "--kv-dtype", "int8", "--batch", "64"], "with a cache of None"),
         (["eval", "FOLDER", "--limit", "-1"], "--limit must be above 0"),
         (["eval", "FOLDER", "--num-fewshot", "-1"], "--num-fewshot must be at least 0"),
         (["eval", "FOLDER", "--decode-tokens", "-4"], "--decode-tokens must be 0 for none, or at least 3; got -4."),
@@ -260,7 +276,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "families, hybrids, modes, evaluation, prompts, batch, first_tokens, chunks, rollout, quantised, ranks, commits",
+            "chunks, rollout, quantised, kv_dtype, kv_dtype_speed, ranks, commits, kernels",
         ),
         (["bench", "speed"], "Unknown benchmark 'speed'; known: "),
         (["bench", "familys"], "Try: hf-fastattn bench families"),

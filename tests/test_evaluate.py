@@ -157,6 +157,18 @@ def test_decode_perplexity_is_that_of_one_pass(tiny):
     torch.testing.assert_close(torch.tensor(nats, dtype=torch.float64), expected[:, 1:].double(), rtol=1e-4, atol=1e-4)
 
 
+def test_kv_in_8_bits_are_one_more_run(tiny, tmp_path):
+    options = {"tasks": [], "caches": ["preallocated"], "decode_tokens": 8, "batch_size": 1, "out": tmp_path}
+    found = evaluate(*tiny, backends=["fa2", "lean"], kv_dtype="int8", **options)
+    assert [run.label for run in found.runs] == ["fa2, preallocated", "lean, preallocated", "lean, int8"]
+    eight = found.runs[2]
+    (before,), (same,), (rounded,) = (run.measures for run in found.runs)
+    assert same.score == pytest.approx(before.score, rel=1e-5) != rounded.score == pytest.approx(before.score, rel=0.2)
+    assert found.differing() == [eight] and "| int8 " in (tmp_path / "eval.md").read_text()
+    with running(tiny[0], "lean", "fp8") as patched:
+        assert patched.arguments["kv_dtype"] == "fp8"
+
+
 def test_a_text_that_is_too_short_and_a_model_without_tokenizer_are_refused(tiny):
     with pytest.raises(ValueError, match="needs a text of 40 tokens, and this one has 5"):
         perplexity.excerpts(tiny[1], "short", rows=2, tokens=10, prompt=10)
@@ -489,6 +501,8 @@ def test_the_tasks_are_the_same_in_every_process_and_answerable():
         ({"gen_kwargs": "bogus"}, "a list as in max_gen_toks=64,do_sample=False; got 'bogus'"),
         ({"gen_kwargs": {"bogus": 1}}, "gen_kwargs has 'bogus'"),
         ({"window": 8}, 'options of the backend "streaming"'),
+        ({"kv_dtype": "int8", "backends": ["sdpa", "fa2"]}, "kv_dtype is for backends whose kernels read 8 bits"),
+        ({"kv_dtype": "int4"}, """'lean' cannot be evaluated with a int4 cache: kv_dtype must be "int8", "fp8" or None"""),
         ({"tasks": ["small_texts"]}, "Unknown task 'small_texts'. Near it: small_text"),
         ({"include_path": ["/nowhere"]}, "no folder /nowhere"),
         ({"backends": ["sdpa", "flash_attention_2"]}, "'flash_attention_2' cannot be evaluated"),

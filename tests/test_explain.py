@@ -187,6 +187,22 @@ def test_columns_are_named_after_their_backends(heads, kv_heads, kinds):
     assert sum(f"{kv_heads} KV head" in name and "(this model)" in name for name in names) == 1
 
 
+def test_kv_in_8_bits_have_half_the_bytes_and_a_scale():
+    found, plain = (explain("8b", length=65536, gpu="h200", kv_dtype=each) for each in ("int8", None))
+    assert found.step.kv_bytes == 65536 * 32 * 8 * (2 * 128 + 4) and found.step.flops == plain.step.flops
+    assert found.step.floor_ms < plain.step.floor_ms and found.roofline.attention_batch is None
+    assert found.longest > 1.9 * plain.longest and found.memory[-1]["kv_bytes"] < 0.51 * plain.memory[-1]["kv_bytes"]
+    assert next("in 8 bits (int8), an approximation" in row["why"] for row in found.runs if row["what"] == "cache")
+    model = tiny("llama")
+    cache = hf_fastattn.PreallocatedCache(model, kv_dtype="fp8")
+    with torch.no_grad():
+        model(**prompts("no_padding", "cpu", rows=1), past_key_values=cache)
+    held = sum(buffer.nbytes for layer in cache.storage.layers for buffer in layer.buffers)
+    assert explain(model, kv_dtype="fp8").facts.kv_bytes(cache.storage.tracks[0].capacity) == held
+    facts = explain(family("qwen2", "cpu"), dtype="bfloat16", kv_dtype="fp8").facts  # the second layer has a window of 16
+    assert facts.kv_bytes(64) == facts.num_kv_heads * (64 * (2 * facts.head_dim + 4) + 16 * 2 * facts.head_dim * 2)
+
+
 def test_streaming_keeps_the_tokens_that_patch_reports(monkeypatch):
     found = explain("8b", backend="streaming", window=4092, sinks=4, length=1 << 20, gpu="h200")
     assert set(found.facts.windows) == {4096} and found.longest is None
@@ -276,6 +292,10 @@ def test_named_shapes_have_the_size_in_their_name(shape):
         ("8b", {"gpu": "h900"}, "Unknown GPU 'h900'; known: a100"),
         ("8b", {"backend": "streaming"}, "needs window=, the number of last tokens to keep"),
         ("8b", {"window": 8}, "'lean' sees every token that the model does"),
+        ("8b", {"kv_dtype": "int4"}, 'kv_dtype must be "int8", "fp8" or None'),
+        ("8b", {"kv_dtype": "int8", "backend": "fa2"}, "decode kernel reads 8 bits: .*; got 'fa2'"),
+        ("8b", {"kv_dtype": "int8", "backend": "streaming", "window": 9}, "'streaming' with a cache of 'rolling'"),
+        ("8b", {"kv_dtype": "fp8", "ranks": 2}, "kv_dtype='fp8' is for a model on one GPU; got ranks=2"),
         ("8b", {"dtype": "float8"}, "Unknown dtype 'float8'; choose one of"),
         # Models whose K and V it cannot count.
         ("t5", {}, "decoder-only"),

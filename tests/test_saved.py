@@ -6,6 +6,7 @@ import os
 from functools import partial
 from unittest.mock import Mock
 
+import fake_graph
 import models
 import pytest
 import safetensors.torch
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.caches import saved as files
+from hf_fastattn.patches import patch
 
 generate = partial(models.generate, max_new_tokens=24)
 WINDOWED = "mistral_window_below_prompt"
@@ -137,7 +139,7 @@ def saved(tmp_path_factory):
 def test_a_file_that_contradicts_itself_is_refused(tmp_path, saved, lie):
     model, path = saved
     meta, tensors = _parts(path)
-    changed_meta, changed, match = LIES[lie]
+    changed_meta, changed, match = LIES[lie] if isinstance(lie, str) else lie
     meta = {name: value for name, value in {**meta, **changed_meta}.items() if value is not None}
     changed = {name: change and change(tensors).contiguous() for name, change in changed.items()}
     tensors = {name: tensor for name, tensor in {**tensors, **changed}.items() if tensor is not None}
@@ -255,3 +257,104 @@ def test_layers_that_hold_different_numbers_of_tokens_are_not_saved(tmp_path):
     cache.reset()
     with pytest.raises(ValueError, match="holds no tokens"):
         cache.save(tmp_path / "tokens", model)
+
+
+# ---- K and V in 8 bits ----
+
+
+@pytest.mark.parametrize("name, kv_dtype", [("llama", "int8"), ("qwen2", "fp8")])  # qwen2 has a layer with a window
+def test_8_bits_are_saved_as_they_are_stored(tmp_path, name, kv_dtype, device):
+    model, path = family(name, device), tmp_path / "prompt.safetensors"
+    inputs = prompts("left_padding", device)
+    with patch(model, "lean", kv_dtype=kv_dtype, graph=False):
+        cache = PreallocatedCache(model, kv_dtype=kv_dtype)
+        forward(model, inputs, cache)
+        cache.crop(-1)
+        cache.save(path, model)
+        held, shown = (
+            [[x.clone() for x in layer.live()] for layer in cache.layers],
+            (cache.layers[0].keys, cache.layers[0].values),
+        )
+        expected = generate(model, inputs, past_key_values=cache)
+        for source in (model, model.config):
+            loaded = PreallocatedCache.load(path, source)
+            assert [layer.kv_dtype for layer in loaded.layers] == [layer.kv_dtype for layer in cache.layers]
+            assert torch.equal(loaded.layers[0].keys.to(device), shown[0])
+            assert torch.equal(loaded.layers[0].values.to(device), shown[1])
+            loaded.save(tmp_path / "again", model)
+            assert torch.equal(generate(model, inputs, past_key_values=loaded), expected)
+            for layer, before in zip(loaded.layers, held, strict=True):
+                now = [x[:, :, : before[0].shape[2]] for x in layer.live()] if layer.kv_dtype else before
+                assert all(map(torch.equal, now, before)) and layer.buffers[0].device.type == torch.device(device).type
+        (first, tensors), (meta, others) = _parts(path), _parts(tmp_path / "again")
+        assert meta == first and all(torch.equal(others[key], tensor) for key, tensor in tensors.items())
+        loaded = PreallocatedCache.load(path, model)
+        loaded.batch_select_indices(torch.tensor([2, 0]))  # before its tensors are on a device
+        some = {key: tensor[[2, 0]] for key, tensor in inputs.items()}
+        assert torch.equal(generate(model, some, past_key_values=loaded), expected[[2, 0]])
+        loaded = PreallocatedCache.load(path, model)
+        loaded.reset()
+        assert torch.equal(generate(model, inputs, past_key_values=loaded), generate(model, inputs))
+
+
+def test_loaded_8_bits_are_cropped_and_continued_in_a_graph(tmp_path, monkeypatch):
+    fake_graph.use(monkeypatch)
+    model, path, inputs = tiny("llama"), tmp_path / "prompt", prompts("no_padding", "cpu", rows=1)
+    with patch(model, "lean", kv_dtype="int8") as patched:
+        cache = PreallocatedCache(model, kv_dtype="int8")
+        forward(model, inputs, cache)
+        cache.save(path, model)
+        cache.crop(-1)
+        expected = generate(model, inputs, past_key_values=cache)
+        loaded = PreallocatedCache.load(path, model)
+        loaded.crop(-1)
+        replayed = patched.replays
+        assert torch.equal(generate(model, inputs, past_key_values=loaded), expected) and patched.replays > replayed
+        loaded = PreallocatedCache.load(path, model)
+        loaded.crop(-loaded.get_seq_length())
+        three = prompts("no_padding", "cpu")
+        assert torch.equal(generate(model, three, past_key_values=loaded), generate(model, three))
+
+
+LIES_OF_8_BITS = {
+    "another kv_dtype": ({"kv_dtype": "int4"}, {}, "has K and V in 'int4', and this version reads int8, fp8"),
+    "no kv_dtype": ({"kv_dtype": None}, {}, "missing or extra: 0.centre, 0.scales"),
+    "no scales": ({}, {"1.scales": None}, "missing or extra: 1.scales"),
+    "floats": ({}, {"0.keys": lambda t: t["0.keys"].float()}, "in torch.float32, .* in layer 0, and needs"),
+    "signed": ({}, {"1.values": lambda t: t["1.values"].to(torch.int8)}, "in torch.int8, .* in layer 1, and needs"),
+    "a scale less": ({}, {"0.scales": lambda t: t["0.scales"][:, :, 1:]}, "in torch.int32, .* in layer 0, and needs"),
+    "wide scales": ({}, {"0.scales": lambda t: t["0.scales"].long()}, "in torch.int64, .* in layer 0, and needs"),
+    "a centre of one row": ({}, {"1.centre": lambda t: t["1.centre"][:1]}, "in layer 1, and needs"),
+    "another dtype": ({}, {"0.centre": lambda t: t["0.centre"].half()}, "layer 1, and needs .* the rows and dtypes of layer 0"),
+    "a layer cut": (
+        {},
+        {f"1.{name}": lambda t, n=name: t[f"1.{n}"][:, :, :9] for name in ("keys", "values", "scales")},
+        "layer 1,",
+    ),
+    "narrower": ({}, {"1.values": lambda t: t["1.values"][..., :8]}, "layer 1, and needs .*and a value of 16"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved_8_bits(tmp_path_factory):
+    model, path = tiny("llama"), tmp_path_factory.mktemp("saved") / "tokens.safetensors"
+    forward(model, prompts("no_padding", "cpu"), PreallocatedCache(model, kv_dtype="int8")).save(path, model)
+    return model, path
+
+
+@pytest.mark.parametrize("lie", LIES_OF_8_BITS)
+def test_a_file_of_8_bits_that_contradicts_itself_is_refused(tmp_path, saved_8_bits, lie):
+    test_a_file_that_contradicts_itself_is_refused(tmp_path, saved_8_bits, LIES_OF_8_BITS[lie])
+
+
+def test_files_of_8_bits_are_for_the_dtype_of_their_model_and_old_formats_are_read(tmp_path, saved_8_bits, saved):
+    model, path = saved_8_bits
+    with pytest.raises(ValueError, match=r"holds torch.float32, and the model runs in torch.bfloat16"):
+        PreallocatedCache.load(path, tiny("llama").to(torch.bfloat16))
+    (tmp_path / "cut").write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
+        PreallocatedCache.load(tmp_path / "cut", model)
+    meta, tensors = _parts(saved[1])
+    for number in (1, 2):
+        save_file(tensors, tmp_path / "old", meta | {"format": f"hf_fastattn cache {number}"})
+        assert PreallocatedCache.load(tmp_path / "old", saved[0]).get_seq_length() == 96

@@ -35,12 +35,20 @@ class ByteLayer(Layer):
 
     names = ("keys", "values", "scales")
     centre: torch.Tensor
+    loaded: tuple[torch.Tensor, ...] = ()  # what a file has for the buffers, until the first forward; `pending` is without tokens
 
     def __init__(self, index: int, track: Track, kv_dtype: str):
         super().__init__(index, track)
         self.kv_dtype: str = kv_dtype
 
+    def load(self, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, centre: torch.Tensor) -> None:
+        """Hold the tokens of another layer, as they are stored there."""
+        self.loaded, self.centre, self.seen = (keys, values, scales), centre, keys.shape[2]
+        self.pending = centre[:, :, :0], centre.new_empty(*values.shape[:2], 0, values.shape[3])
+
     def joined(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.pending is not None:
+            return self.loaded
         *codes, scales = eight_bits.empty(keys, values)
         return *codes, scales[..., None]
 
@@ -52,14 +60,15 @@ class ByteLayer(Layer):
 
     def stored(self, tokens: int) -> KV:
         """The first slots."""
-        keys, values, scales = (x[:, :, :tokens] for x in self.buffers)
+        keys, values, scales = (x[:, :, :tokens] for x in self.buffers or self.loaded)
         return eight_bits.eight_bits(keys, values, scales[..., 0], self.centre[:, :, 0], self.kv_dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        held = self.centre if self.pending is not None else torch.zeros_like(key_states[:, :, :1])
         super().lazy_initialization(key_states, value_states)
+        self.loaded = ()
         with torch.inference_mode(False):
-            batch, heads, _, head_dim = key_states.shape
-            self.centre = torch.zeros(batch, heads, 1, head_dim, dtype=key_states.dtype, device=self.device)
+            self.centre = held.to(self.device, copy=True)
 
     def parts(self) -> list[Part]:
         found = super().parts()
@@ -76,6 +85,9 @@ class ByteLayer(Layer):
         return x.view(torch.uint8).view(*x.shape[:2], -1, width), -(-slots * of_slot // width)
 
     def select(self, indices: torch.Tensor) -> None:
+        if self.pending is not None:
+            *held, centre = (x[indices.to(x.device)] for x in (*self.live(), self.centre))
+            self.load(*held, centre)  # type: ignore[call-arg]
         if not self.buffers:
             return
         if len(indices) != self.batch_size:
@@ -86,7 +98,8 @@ class ByteLayer(Layer):
         """A copy: what is stored are 8 bits."""
         if self.track.mode != EAGER:
             return UNKNOWN
-        return eight_bits.widened(self.stored(self.slots), self.centre.dtype).plain()[index] if self.buffers else None
+        held = self.buffers or self.pending is not None
+        return eight_bits.widened(self.stored(self.slots), self.centre.dtype).plain()[index] if held else None
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
         raise ValueError(

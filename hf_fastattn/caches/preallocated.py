@@ -101,17 +101,20 @@ class PreallocatedCache(ChangeableCache):
 
     @classmethod
     def load(cls, path: str | Path, model: saved.ModelOrConfig, *, capacity: int = 1, grow: bool = True) -> Self:
-        """Read a cache written by save(), for `model`. K and V move from memory to the device of each layer in the first forward,
-        recurrent states at once, if `model` is a model.
+        """Read a cache written by save(), for `model`, with the kv_dtype that it had. K and V move from memory to the device of
+        each layer in the first forward, recurrent states at once, if `model` is a model.
 
         Only the configuration is compared, not the weights: K and V of other weights are not detected. Raises ValueError with
         path and reason if the file has another format, configuration, dtype or shape, or if it is truncated or inconsistent.
         """
         tokens = _checked(capacity)
-        seen, pairs, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
-        cache = cls(model, max(tokens, seen), grow=grow)
-        for index, (keys, values) in pairs.items():
+        seen, kv_dtype, held, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
+        cache = cls(model, max(tokens, seen), grow=grow, kv_dtype=kv_dtype)
+        for index, (keys, values, *others) in held.items():
             layer = cache.storage.layers[index]
+            if others:
+                layer.load(keys, values, *others)
+                continue
             kept = min(keys.shape[2], layer.track.kept(seen))
             layer.pending = keys[:, :, keys.shape[2] - kept :], values[:, :, values.shape[2] - kept :]
             layer.seen, layer.base = seen, seen - kept

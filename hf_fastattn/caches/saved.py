@@ -13,11 +13,14 @@ from typing import BinaryIO
 import torch
 
 from .. import hf
+from ..kernels.eight_bits import KV_DTYPES
 from .buffers import Pair, Part
+from .eight_bits import ByteLayer
 from .storage import PreallocatedStorage
 
-FORMAT = "hf_fastattn cache 2"
-READ = FORMAT, "hf_fastattn cache 1"  # which had no states
+FORMAT = "hf_fastattn cache 3"
+READ = FORMAT, "hf_fastattn cache 2", "hf_fastattn cache 1"  # which had nothing in 8 bits; nor states
+BYTES = "keys", "values", "scales", "centre"  # of a layer in 8 bits
 _MOST = 100_000_000  # bytes of a header, the limit of safetensors
 
 ModelOrConfig = hf.PreTrainedModel | hf.PreTrainedConfig
@@ -45,11 +48,6 @@ def write(path: str | Path, storage: PreallocatedStorage, model: ModelOrConfig) 
 
     _check_whole(model)
     storage.check()
-    if (kv_dtype := storage.kv_dtype) is not None:
-        raise ValueError(
-            f"A cache in 8 bits (kv_dtype={kv_dtype!r}) cannot be saved: files hold K and V as the model computes them. Save a "
-            "cache that was made without kv_dtype=."
-        )
     layers = storage.counted
     seen = {layer.seen for layer in layers}
     if len(seen) > 1:
@@ -65,6 +63,7 @@ def write(path: str | Path, storage: PreallocatedStorage, model: ModelOrConfig) 
         for layer in layers
         for name, live in zip(layer.names, layer.live(), strict=True)
     }
+    tensors |= {f"{layer.index}.centre": layer.centre.contiguous() for layer in layers if isinstance(layer, ByteLayer)}
     states = [part for part in storage.memory() if part.slots is None]
     tensors |= {_name(part): part.tensor.contiguous() for part in states}
     if Path(path).is_dir():
@@ -72,6 +71,7 @@ def write(path: str | Path, storage: PreallocatedStorage, model: ModelOrConfig) 
     _refuse_special(path)  # the new file would replace a device
     try:
         meta = {"format": FORMAT, "config": _describe(model), "seen": _counts(seen.pop(), len(storage.layers))}
+        meta |= {} if storage.kv_dtype is None else {"kv_dtype": storage.kv_dtype}
         save_file(tensors, path, meta | {"states": json.dumps(_sizes(tensors, sorted(map(_name, states))))})
     except SafetensorError as error:
         if (code := re.search(r"os error (\d+)", str(error))) is None:
@@ -82,8 +82,9 @@ def write(path: str | Path, storage: PreallocatedStorage, model: ModelOrConfig) 
 
 def read(
     path: str | Path, kinds: Sequence[hf.Kind], model: ModelOrConfig
-) -> tuple[int, dict[int, Pair], dict[int, dict[str, torch.Tensor]]]:
-    """(number of tokens, K and V of layers (rows, num_kv_heads, kept tokens, head_dim), states of layers) from a file of write().
+) -> tuple[int, str | None, dict[int, tuple[torch.Tensor, ...]], dict[int, dict[str, torch.Tensor]]]:
+    """(number of tokens, kv_dtype, K and V of layers (rows, num_kv_heads, kept tokens, head_dim), with scales and centre if they
+    are in 8 bits, states of layers) from a file of write().
 
     Raises ValueError with path and reason if the file is not a cache of `model`, OSError if it cannot be read.
     """
@@ -106,7 +107,10 @@ def read(
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ValueError(f"{path} was changed while it was read. Read it again once it is complete.")
     with_kv = [index for index, kind in enumerate(kinds) if kind.has_kv]
-    names = {f"{index}.{name}" for index in with_kv for name in ("keys", "values")}
+    if (kv_dtype := meta.get("kv_dtype")) not in (None, *KV_DTYPES):
+        raise ValueError(f"{path} has K and V in {kv_dtype!r}, and this version reads {', '.join(KV_DTYPES)}. Compute it again.")
+    parts = {index: BYTES[: 2 if kv_dtype is None or kinds[index].window else 4] for index in with_kv}
+    names = {f"{index}.{name}" for index, each in parts.items() for name in each}
     states = _states(path, meta, tensors, kinds)
     names |= {f"{index}.{name}" for index, each in states.items() for name in each}
     if wrong := sorted(tensors.keys() ^ names):
@@ -118,12 +122,30 @@ def read(
             f"{path} has {meta.get('seen')!r:.100} for the tokens seen by each layer, and should have one number, 1 or more, for "
             f"each of {len(kinds)}. Compute it again."
         )
-    pairs = {index: (tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in with_kv}
+    held = {index: tuple(tensors[f"{index}.{name}"] for name in each) for index, each in parts.items()}
+    pairs = {index: _plain(path, index, *each) if len(each) == 4 else (each[0], each[1]) for index, each in held.items()}
     _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
     rows = pairs[with_kv[0]][0].shape[0]
     if other := {len(state) for each in states.values() for state in each.values()} - {rows}:
         raise ValueError(f"{path} has states of {other.pop()} rows and K and V of {rows}. Compute it again.")
-    return seen, pairs, states
+    return seen, kv_dtype, held, states
+
+
+def _plain(
+    path: str | Path, index: int, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, centre: torch.Tensor
+) -> Pair:
+    """Tensors of the shapes and the dtype of these K and V as a model computes them. Raises ValueError unless all four are those
+    of a layer in 8 bits."""
+    kinds = keys.dtype, values.dtype, scales.dtype
+    right = kinds == (torch.uint8, torch.uint8, torch.int32) and keys.dim() == values.dim() == 4
+    if not right or scales.shape != (*keys.shape[:3], 1) or centre.shape != (*keys.shape[:2], 1, keys.shape[3]):
+        shapes = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in (keys, values, scales, centre))
+        raise ValueError(
+            f"{path} has keys, values, scales and a centre of {shapes} in layer {index}, and needs (rows, KV heads, tokens, "
+            "width) in torch.uint8 twice, (rows, KV heads, tokens, 1) in torch.int32 and (rows, KV heads, 1, width). Compute it "
+            "again."
+        )
+    return centre.expand(keys.shape), centre[..., :1].expand(values.shape)
 
 
 def _name(part: Part) -> str:

@@ -4,7 +4,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import torch
 from typer import Argument, Option
@@ -27,6 +27,7 @@ DtypeOption = Annotated[Dtype | None, Option("--dtype", help="default: float32 o
 Device = Annotated[str | None, Option("--device", help="default: cuda if there is one, else cpu")]
 Backend = Annotated[str, Option("--backend", metavar="BACKEND")]
 Window = Annotated[int | None, Option("--window", help='for "streaming": number of last tokens to keep')]
+KvDtype = Annotated[str | None, Option("--kv-dtype", metavar="int8|fp8", help="K and V in 8 bits, an approximation")]
 Sinks = Annotated[int | None, Option("--sinks", help='for "streaming": number of first tokens to keep')]
 Traceback = Annotated[bool, Option("--traceback", help="show the traceback of an error")]
 
@@ -67,6 +68,7 @@ def explain(
     gpu: Annotated[str | None, Option(help=GPU_NAMES)] = None,
     window: Window = None,
     sinks: Sinks = None,
+    kv_dtype: KvDtype = None,
     as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
     curves: Annotated[Path | None, Option(metavar="FILE", help=CURVES)] = None,
     traceback: Traceback = False,
@@ -90,6 +92,7 @@ def explain(
         window=window,
         sinks=sinks,
         ranks=ranks,
+        kv_dtype=cast(Literal["int8", "fp8"] | None, kv_dtype),
     )
     if curves is not None:
         found.draw(curves)
@@ -124,6 +127,7 @@ def eval_(
     text: Annotated[Path | None, Option(metavar="FILE", help="for decode perplexity; default: Python's documentation")] = None,
     window: Window = None,
     sinks: Sinks = None,
+    kv_dtype: KvDtype = None,
     out: Annotated[Path, Option(metavar="FOLDER", help="folder for eval.json and eval.md")] = Path("eval"),
     traceback: Traceback = False,
 ) -> int:

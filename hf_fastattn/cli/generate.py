@@ -16,7 +16,7 @@ from .. import hf, registry
 from ..attention.backend import count_calls
 from ..evaluation import check_names, load, running
 from ..report.tables import table
-from .commands import Backend, CacheName, Device, DtypeOption, GgufFile, Model, Sinks, Traceback, Window
+from .commands import Backend, CacheName, Device, DtypeOption, GgufFile, KvDtype, Model, Sinks, Traceback, Window
 
 CACHE = "preallocated: that of patch(), with a decode graph; dynamic: Transformers' cache"
 
@@ -36,6 +36,7 @@ def generate(
     cache: Annotated[CacheName, Option(help=CACHE)] = CacheName.preallocated,
     window: Window = None,
     sinks: Sinks = None,
+    kv_dtype: KvDtype = None,
     traceback: Traceback = False,
 ) -> int:
     if tokens < 1:
@@ -47,6 +48,11 @@ def generate(
         raise ValueError(f"{streams[0]!r} needs --window, the number of last tokens to keep, for example 4096.")
     if not streams and (window is not None or sinks is not None):
         raise ValueError(f"--window and --sinks are for streaming backends, and {chosen[0]!r} is not one.")
+    eight = [name for name in chosen if kv_dtype and name in registry.names() and registry.get(name).reads_eight_bits]
+    if kv_dtype is not None and (backend not in eight or cache != CacheName.preallocated):
+        raise ValueError(
+            f"--kv-dtype needs --cache preallocated and a backend whose kernels read 8 bits, as lean; got {cache} and {backend}."
+        )
     ranks = int(os.environ["WORLD_SIZE"]) if torch.distributed.is_torchelastic_launched() else 1
     if ranks > 1 and (device is not None or prompt == "-"):
         raise ValueError(
@@ -57,7 +63,7 @@ def generate(
     inputs = _encode(tokenizer, prompt, chat, loaded.device)
     rows, texts = [], []
     for each in chosen:
-        with running(loaded, each, cache, window=window, sinks=sinks) as patched:
+        with running(loaded, each, kv_dtype if kv_dtype and each in eight else cache, window=window, sinks=sinks) as patched:
             _generate(loaded, inputs, min(tokens, 4))  # compiles kernels
             replayed = -getattr(patched, "replays", 0)
             with count_calls() as calls:

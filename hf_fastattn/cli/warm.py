@@ -6,11 +6,11 @@ from typing import Annotated
 import torch
 from typer import Argument, Option
 
-from .. import hf
+from .. import hf, registry
 from ..kernels.ahead import archive, locks
 from ..kernels.host import gpu
-from ..patches import ahead, warm
-from .commands import MODEL, Backend, Dtype, GgufFile, Traceback, listed
+from ..patches import ahead, preflight, warm
+from .commands import MODEL, Backend, Dtype, GgufFile, KvDtype, Traceback, listed
 
 SMS = {80: 108, 86: 84, 89: 128, 90: 132}  # of the most common GPU of each architecture
 ARCH = "compute capability of the GPU that will run them, 80 or 90; default: that of this machine"
@@ -30,6 +30,7 @@ def warm_(
     sms: Annotated[int | None, Option(help=COUNT)] = None,
     batch: Annotated[int, Option(metavar="SIZE", help=BATCH)] = 0,
     gguf_file: GgufFile = None,
+    kv_dtype: KvDtype = None,
     export: Annotated[Path | None, Option(metavar="FILE", help="also write the kernels to a file, for other machines")] = None,
     import_: Annotated[Path | None, Option("--import", metavar="FILE", help="read such a file into Triton's cache")] = None,
     traceback: Traceback = False,
@@ -52,7 +53,8 @@ def warm_(
     config = hf.load_config(model, gguf_file)
     of = torch.bfloat16 if (found := dtype or config.dtype) is None else found
     made = hf.model_on_meta(config, getattr(torch, of) if isinstance(of, str) else of)
-    recipe = warm.Recipe.of(made, backend, _target(arch, sms), batch)
+    preflight.which_kv_dtype(made, registry.get(backend), None if batch else "preallocated", kv_dtype)
+    recipe = warm.Recipe.of(made, backend, _target(arch, sms), batch)._replace(kv_dtype=kv_dtype)
     print(ahead.warm_up(recipe, counts, tokens))
     if export is not None:
         about = {"model": model, "rows": counts, "tokens": tokens}

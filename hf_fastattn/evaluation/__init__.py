@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from tqdm import tqdm
@@ -51,6 +51,7 @@ def evaluate(
     text: str | None = None,
     window: int | None = None,
     sinks: int | None = None,
+    kv_dtype: Literal["int8", "fp8"] | None = None,
     out: str | Path | None = None,
     gguf_file: str | None = None,
     dtype: torch.dtype | str | None = None,
@@ -68,7 +69,8 @@ def evaluate(
     folders with tasks.
 
     decode_tokens: tokens per row for decode perplexity, which pass through the cache one by one; 0 for none. text: their source,
-    by default Python's documentation. window, sinks: for the backend "streaming". out: a folder for eval.json and eval.md,
+    by default Python's documentation. window, sinks: for the backend "streaming". kv_dtype: one more run of each backend whose
+    kernels read K and V in 8 bits, an approximation; its cache has this name. out: a folder for eval.json and eval.md,
     written after every run; Ctrl-C ends the evaluation and keeps the completed runs. If the last write failed, `unsaved` of the
     result has the reason.
 
@@ -77,7 +79,7 @@ def evaluate(
     """
     require()
     kept: Kept = {"window": window, "sinks": sinks}
-    _check(backends, tasks, caches, decode_tokens, kept)
+    _check(backends, tasks, caches, decode_tokens, kept, kv_dtype)
     _check_numbers(batch_size, limit, num_fewshot)
     options = parse_options(gen_kwargs)
     loaded = load_tasks(tasks, include_path) if tasks else None
@@ -90,7 +92,7 @@ def evaluate(
         name = model.config._name_or_path or type(model).__name__
     if tokenizer is None:
         raise ValueError("A loaded model needs its tokenizer: evaluate(model, tokenizer, ...).")
-    plan = _plan(model, backends, caches, kept)
+    plan = _plan(model, backends, caches, kept, kv_dtype)
     given = None
     if decode_tokens:
         rows, source = batch_size if isinstance(batch_size, int) else ROWS, data.text() if text is None else text
@@ -151,13 +153,17 @@ def check_names(backends: Sequence[str]) -> None:
             registry.get(name)
 
 
-def _check(backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str], decode_tokens: int, kept: Kept) -> None:
+def _check(
+    backends: Sequence[str], tasks: Sequence[str], caches: Sequence[str], decode_tokens: int, kept: Kept, kv_dtype: str | None
+) -> None:
     """Checks that need no model."""
     if not backends:
         raise ValueError("Name at least one backend; the others are compared with the first.")
     check_names(backends)
     if any(value is not None for value in kept.values()) and not any(map(_streams, backends)):
         raise ValueError('window and sinks are options of the backend "streaming", which is not among the backends.')
+    if kv_dtype is not None and not any(map(_reads_eight_bits, backends)):
+        raise ValueError(f"kv_dtype is for backends whose kernels read 8 bits, as 'lean'; got {', '.join(map(repr, backends))}.")
     if not caches or not set(caches) <= set(CACHES):
         raise ValueError(f'caches are one or both of "dynamic" and "preallocated"; got {", ".join(map(repr, caches)) or "none"}.')
     if not tasks and not decode_tokens:
@@ -177,11 +183,11 @@ def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int 
         raise ValueError(f"num_fewshot must be at least 0; got {num_fewshot}.")
 
 
-def _caches(backend: str, caches: Iterable[str]) -> list[str]:
+def _caches(backend: str, caches: Iterable[str], kv_dtype: str | None = None) -> list[str]:
     """The names of the caches for a backend. A streaming backend has its own, Transformers' attention a static cache."""
     if _streams(backend):
         return ["rolling"]
-    found = dict.fromkeys(caches)
+    found = dict.fromkeys([*caches, kv_dtype] if kv_dtype is not None and _reads_eight_bits(backend) else caches)
     return list(found) if backend in registry.names() else [{"preallocated": "static"}.get(each, each) for each in found]
 
 
@@ -189,9 +195,15 @@ def _streams(backend: str) -> bool:
     return backend in registry.names() and registry.get(backend).streaming
 
 
-def _plan(model: hf.PreTrainedModel, backends: Sequence[str], caches: Sequence[str], kept: Kept) -> list[tuple[str, str]]:
+def _reads_eight_bits(backend: str) -> bool:
+    return backend in registry.names() and registry.get(backend).reads_eight_bits and not _streams(backend)
+
+
+def _plan(
+    model: hf.PreTrainedModel, backends: Sequence[str], caches: Sequence[str], kept: Kept, kv_dtype: str | None
+) -> list[tuple[str, str]]:
     """(backend, cache) of every run. Each is tried, so that an impossible one is refused before anything runs."""
-    plan = [(backend, cache) for backend in dict.fromkeys(backends) for cache in _caches(backend, caches)]
+    plan = [(backend, cache) for backend in dict.fromkeys(backends) for cache in _caches(backend, caches, kv_dtype)]
     for backend, cache in plan:
         try:
             with running(model, backend, cache, **kept):
@@ -205,7 +217,8 @@ def _plan(model: hf.PreTrainedModel, backends: Sequence[str], caches: Sequence[s
 def running(
     model: hf.PreTrainedModel, backend: str, cache: str = "dynamic", *, window: int | None = None, sinks: int | None = None
 ) -> Iterator[Patch | None]:
-    """A context in which generate() of the model runs this backend with this cache.
+    """A context in which generate() of the model runs this backend with this cache: one of those of evaluate(), or for a backend
+    of this package the kv_dtype of patch().
 
     Yields the Patch if patch() is used, else None. Raises ValueError for a patched model.
     """
@@ -222,6 +235,7 @@ def running(
             fuse=not alone,
             window=window if streams else None,
             sinks=sinks if streams else None,
+            kv_dtype=cast(Any, None if streams or cache in CACHES else cache),
         ) as patched:
             yield patched
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from ..kernels import TritonKernel, mixture
 from ..kernels.host.gpu import OLDEST
 from ..kernels.spec import KV, Spec
 from ..model_shapes import SHAPES
+from ..patches import preflight
 from ..patches.calls import chunks
 from ..patches.fused import experts
 from ..patches.graphs import graphs as graph
@@ -85,6 +86,7 @@ def explain(
     window: int | None = None,
     sinks: int | None = None,
     ranks: int = 1,
+    kv_dtype: Literal["int8", "fp8"] | None = None,
 ) -> Explanation:
     """Report what would run for this model, batch and length, its least cost, and what is refused and why.
 
@@ -94,7 +96,8 @@ def explain(
     device, and CUDA for a configuration. dtype: of weights and K/V, by default the model's. gpu: use the published figures of
     this GPU (the same --help lists them); without it the GPU of this machine is measured, or an H200 is assumed if there is none.
     window, sinks: for a streaming backend, as in patch(). ranks: the number of GPUs that share the model by tensor parallelism;
-    bytes, operations and times are then those of one of them, without the time for sums over the ranks.
+    bytes, operations and times are then those of one of them, without the time for sums over the ranks. kv_dtype: 8 bits for K
+    and V, as in patch().
 
     Raises ValueError for a model whose K/V cannot be counted, an unknown backend or GPU, and sizes below 1.
     """
@@ -116,6 +119,11 @@ def explain(
     streaming = Settings.asked(chosen.name, chosen.streaming, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, kinds=(hf.Kind("window", streaming.sinks + streaming.window),) * len(facts.kinds))
+    if kv_dtype is not None and ranks > 1:
+        raise ValueError(f"kv_dtype={kv_dtype!r} is for a model on one GPU; got ranks={ranks}. Leave out one of them.")
+    cache = None if hf.overrides_generation(model) else "preallocated" if streaming is None else "rolling"
+    preflight.which_kv_dtype(model, chosen, cache, kv_dtype)
+    facts = replace(facts, kv_dtype=kv_dtype)
     device = find_device(("cuda" if model.device.type == "meta" else model.device) if device is None else device, planned=True)
     figures = costs.find_gpu(gpu, device, facts.dtype)
     runs, refused = _what_runs(chosen, model, facts, batch, length, device, figures, streaming)
@@ -244,7 +252,8 @@ def _what_runs(
         why = f"with patch(): {streaming.sinks} sinks and a window of {streaming.window}, in constant memory"
         run("cache", "RollingCache", why)
     else:
-        run("cache", "PreallocatedCache", "with patch(): K/V stay in place, and only what is live is read")
+        bits = f" in 8 bits ({facts.kv_dtype}), an approximation, unless they have a window" if facts.kv_dtype else ""
+        run("cache", "PreallocatedCache", f"with patch(): K/V stay in place{bits}, and only what is live is read")
     if facts.experts[1] > 1:
         how, why, reason = _experts(model, facts, device)
         if reason is not None:
@@ -341,11 +350,7 @@ def _paragraphs(found: Explanation) -> Iterator[str]:
     rows = [
         ["reads", read, f"{size(step.weight_bytes)} of weights, {size(step.kv_bytes)} of K/V"],
         ["computes", size(step.flops, "FLOP"), f"{step.flops_per_byte:.3g} FLOP for each byte it reads"],
-        [
-            f"takes at least, on {gpu.name}",
-            f"{step.floor_ms:.3g} ms",
-            f"set by {step.bound_by}; {speed}",
-        ],
+        [f"takes at least, on {gpu.name}", f"{step.floor_ms:.3g} ms", f"set by {step.bound_by}; {speed}"],
     ]
     yield table(["one decode step, a token for each row", "", ""], rows)
     yield from _roofline(found)

@@ -19,6 +19,7 @@ from ..report.tables import size
 
 WINDOW = 4096  # for the variant with a window
 BATCHES, LENGTHS = range(1, 1 << 30), range(1, 1 << 40)
+SCALES = 4  # bytes of a token and KV head besides K and V in 8 bits
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class Facts:
     expert_weights: int = 0
     experts: tuple[int, int] = (1, 1)  # (active per token, total)
     quantised: tuple[tuple[str, int], ...] = ()  # (kind, number of layers)
+    kv_dtype: str | None = None  # 8 bits for K and V of the layers without a window
 
     @property
     def widest(self) -> hf.LayerShape:
@@ -86,8 +88,12 @@ class Facts:
 
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V of one row."""
-        elements = sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) * n for shape, n in self._seen(length))
-        return elements * self.dtype.itemsize
+        held = 0
+        for (shape, n), kind in zip(self._seen(length), self.kinds, strict=True):
+            width = shape.head_dim + shape.value_dim
+            in_8_bits = self.kv_dtype is not None and kind.window is None
+            held += n * shape.num_kv_heads * (width + SCALES if in_8_bits else width * self.dtype.itemsize)
+        return held
 
     def read_bytes(self, batch: int) -> float:
         """Bytes of weights that one step reads. Rows are assumed to select experts independently and uniformly."""
