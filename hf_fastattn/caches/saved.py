@@ -119,10 +119,11 @@ def read(
             f"each of {len(kinds)}. Compute it again."
         )
     pairs = {index: (tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in with_kv}
-    _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
-    rows = pairs[with_kv[0]][0].shape[0]
+    if pairs:
+        _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
+    rows = len(next(iter(pairs.values()))[0] if pairs else next(iter(states[0].values())))
     if other := {len(state) for each in states.values() for state in each.values()} - {rows}:
-        raise ValueError(f"{path} has states of {other.pop()} rows and K and V of {rows}. Compute it again.")
+        raise ValueError(f"{path} has states of {other.pop()} rows, and others of {rows}. Compute it again.")
     return seen, pairs, states
 
 
