@@ -17,6 +17,7 @@ from .patches.warm import kernels_of
 from .registry import Backend, get, names, register
 
 if TYPE_CHECKING:
+    from .distillation import distill, load_distilled
     from .evaluation import evaluate
     from .explanation import explain
 
@@ -26,10 +27,12 @@ __all__ = [
     "PreallocatedCache",
     "RollingCache",
     "count_calls",
+    "distill",
     "evaluate",
     "explain",
     "get",
     "kernels_of",
+    "load_distilled",
     "merge",
     "names",
     "patch",
@@ -39,7 +42,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """evaluate() and explain(), whose files are imported when they are asked for."""
+    """Functions whose files are imported when they are asked for."""
+    if name in ("distill", "load_distilled"):
+        from . import distillation
+
+        return getattr(distillation, name)
     if name == "evaluate":
         from .evaluation import evaluate
 

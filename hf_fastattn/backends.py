@@ -11,7 +11,6 @@ LEAN = TritonKernel("lean")
 TRAINED: dict[str, Any] = {"packed": True, "backward": TritonKernel("backward", twin=reference.backward), "dropout": True}
 
 
-
 def _of_layers(*args: object, **options: object) -> NoReturn:
     raise ValueError('"linear" has a map for each layer of a model; it runs as attn_implementation="linear" alone.')
 

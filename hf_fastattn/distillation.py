@@ -5,8 +5,8 @@ Source: Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,7 @@ from .patches.graphs.state import MARK
 LEARNED = "hedgehog"
 
 
-def cross_entropy(
-    q: torch.Tensor, k: torch.Tensor, scale: float, learned: LinearMap, live: torch.Tensor | None = None
-) -> torch.Tensor:
+def cross_entropy(q: torch.Tensor, k: torch.Tensor, scale: float, learned: LinearMap) -> torch.Tensor:
     """The loss of a layer: the cross entropy between the causal softmax weights and those of its map, of each query, in nats.
 
     q (batch, num_heads, tokens, head_dim), k (batch, num_kv_heads, tokens, head_dim). The mean over rows, heads and queries.
@@ -74,42 +72,48 @@ def distill(
     if not given:
         raise ValueError("distill() got no texts. Pass strings with tokenizer=, or ids (rows, tokens).")
     losses: list[float] = []
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(0))], lr=learning_rate)
     of_step: list[torch.Tensor] = []
 
-    def teach(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
-        learned: Any = getattr(module, "linear_map", None)
-        if learned is None:
-            learned = LinearMap(q.shape[1], k.shape[1], q.shape[3], device=q.device, dtype=torch.float32)
-            module.linear_map = learned
-            optimizer.add_param_group({"params": [*learned.parameters()]})
+    def create(module: Any, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
+        if not hasattr(module, "linear_map"):
+            module.linear_map = LinearMap(q.shape[1], k.shape[1], q.shape[3])
+        module.linear_map.to(q.device, torch.float32)
+
+    def teach(module: Any, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
         with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-            loss = cross_entropy(q.detach(), k.detach(), scale, learned)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = cross_entropy(q.detach(), k.detach(), scale, module.linear_map)
+            loss.backward()
         of_step.append(loss.detach())
 
-    had = [*_maps(model)]
-    for module in had:
-        optimizer.add_param_group({"params": [*module.linear_map.parameters()]})
-    with _running_linear(model), torch.no_grad(), teaching(teach):
-        for ids in (ids for _ in range(epochs) for ids in given):
-            of_step.clear()
-            model(ids, use_cache=False, logits_to_keep=1)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(torch.stack(of_step).mean()))
-    for module in _maps(model):
-        module.linear_map.to(model.dtype).requires_grad_(True)
+    with _running_linear(model), torch.no_grad():
+        with teaching(create):
+            model(given[0][:, :1], use_cache=False)
+        maps: list[LinearMap] = [module for module in model.modules() if isinstance(module, LinearMap)]
+        optimizer = torch.optim.Adam([weight for each in maps for weight in each.parameters()], lr=learning_rate)
+        with teaching(teach):
+            for ids in (ids for _ in range(epochs) for ids in given):
+                of_step.clear()
+                model(ids, use_cache=False)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(torch.stack(of_step).mean()))
+    for each in maps:
+        each.to(model.dtype)
     model.config.get_text_config(decoder=True).linear_map = LEARNED
     return losses
 
 
-def load_distilled(folder: str | Path, **options: Any) -> hf.PreTrainedModel:
-    """The model that distill() has changed and save_pretrained(folder) saved. options: of AutoModelForCausalLM.from_pretrained(),
-    which drops the weights of the maps, so this reads them afterwards. Raises ValueError for a folder without such weights."""
+def load_distilled(
+    folder: str | Path, *, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu"
+) -> hf.PreTrainedModel:
+    """The model that distill() has changed and save_pretrained(folder) saved, in eval mode.
+
+    Transformers' from_pretrained() reports the weights of the maps as unexpected and drops them; this reads them afterwards.
+    Raises ValueError for a folder that cannot be loaded or has no such weights.
+    """
     from safetensors import safe_open
 
-    model, found = hf.load_causal(folder, **options), 0
+    model, found = hf.load_model(folder, dtype=dtype, device=device), 0
     for file in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
@@ -125,11 +129,7 @@ def load_distilled(folder: str | Path, **options: Any) -> hf.PreTrainedModel:
                 found += 1
     if not found:
         raise ValueError(f"{folder} has no weights of linear maps. Call hf_fastattn.distill(model, texts), and save that model.")
-    return model.eval()
-
-
-def _maps(model: torch.nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(getattr(module, "linear_map", None), LinearMap)]
+    return model
 
 
 def _ids(text: object, tokenizer: Callable[..., Any] | None) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _ids(text: object, tokenizer: Callable[..., Any] | None) -> torch.Tensor:
 
 
 @contextmanager
-def _running_linear(model: hf.PreTrainedModel) -> Any:
+def _running_linear(model: hf.PreTrainedModel) -> Iterator[None]:
     """A context in which the model runs "linear", in eval mode."""
     before, training = model.config._attn_implementation, model.training
     hf.set_attention(model, NAME)

@@ -58,7 +58,12 @@ def attention_forward(
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)
     if backend.linear:
-        refused = {"a bias of keys": key_bias, "softcap": softcap, "sink logits": s_aux, "sliding_window": sliding_window}
+        refused: dict[str, object] = {
+            "a bias of keys": key_bias,
+            "softcap": softcap,
+            "sink logits": s_aux,
+            "sliding_window": sliding_window,
+        }
         refused |= {"dropout": dropout or None if module.training else None, "rows in pages": rows}
         return linear.forward(module, query, key, value, attention_mask, scaling, is_causal, refused), None
     window, sinks, inv_freq, interleaved = None, 0, None, False

@@ -6,7 +6,7 @@ It is no softmax, and is therefore never chosen by default. `kernels.linear_atte
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,11 +33,11 @@ STATE = Form("linear state", unpack=_no_tokens)  # k, v: of the new tokens; scal
 
 
 class LinearMap(torch.nn.Module):
-    """The learned map of a layer, "hedgehog": query (num_heads, head_dim, head_dim) and key (num_kv_heads, head_dim, head_dim)."""
+    """The learned map "hedgehog" of a layer: query (num_heads, head_dim, head_dim), key (num_kv_heads, head_dim, head_dim)."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, **options: Any):
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int):
         super().__init__()
-        one = torch.eye(head_dim, **options)
+        one = torch.eye(head_dim)
         self.query = torch.nn.Parameter(one.repeat(num_heads, 1, 1))
         self.key = torch.nn.Parameter(one.repeat(num_kv_heads, 1, 1))
 
@@ -86,7 +86,7 @@ def forward(
     mask: torch.Tensor | None,
     scale: float | None,
     is_causal: bool | None,
-    refused: dict[str, object],
+    refused: Mapping[str, object],
 ) -> torch.Tensor:
     """Attention of a layer, as `function.attention_forward` is given it: (batch, q_len, num_heads, value_dim).
 
@@ -110,8 +110,8 @@ def forward(
     name, of_layer = map_of(module.config), getattr(module, "linear_map", None)  # type: ignore[arg-type]
     if name == "hedgehog" and of_layer is None:
         raise ValueError(
-            f"This {type(module).__name__} has no weights of the map {name!r}. hf_fastattn.distill(model, texts) learns them, and "
-            "hf_fastattn.load_distilled(folder) reads those of a saved model; from_pretrained() drops them."
+            f"This {type(module).__name__} has no weights of the map {name!r}. hf_fastattn.distill(model, texts) learns them, "
+            "and hf_fastattn.load_distilled(folder) reads those of a saved model; from_pretrained() drops them."
         )
     hf.warn_once(
         f"attn_implementation={NAME!r} is not the model's softmax attention: the map {name!r} replaces it, and every output "
@@ -145,15 +145,13 @@ def _state(kv: KV, module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor) ->
         raise ValueError(f"{type(module).__name__} changes K and V after its cache has them, which a LinearCache cannot follow.")
     if q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"attn_implementation={NAME!r} was given {q.shape[2]} queries and {k.shape[2]} keys: a cache that keeps tokens, which "
-            f"would be read again for each new one. Use {USE}, whose LinearCache keeps their sums, or pass use_cache=False."
+            f"attn_implementation={NAME!r} was given {q.shape[2]} queries and {k.shape[2]} keys: a cache that keeps tokens, "
+            f"which would be read again for each new one. Use {USE}, whose LinearCache keeps their sums, or pass use_cache=False."
         )
     return None
 
 
-def _live(
-    module: torch.nn.Module, mask: torch.Tensor | None, q: torch.Tensor, is_causal: bool | None
-) -> torch.Tensor | None:
+def _live(module: torch.nn.Module, mask: torch.Tensor | None, q: torch.Tensor, is_causal: bool | None) -> torch.Tensor | None:
     """Which of the tokens are no padding, bool (batch, tokens); None if all are. Raises ValueError for another mask."""
     batch, _, tokens, _ = q.shape
     if mask is None:

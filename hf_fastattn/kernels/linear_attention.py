@@ -67,7 +67,8 @@ def _pairs(width: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.
     """The indices i <= j of the products x_i x_j, and what each is multiplied with."""
     with torch.inference_mode(False):
         rows, columns = torch.triu_indices(width, width, device=device)
-        return rows, columns, torch.where(rows == columns, 0.5**0.5, 1.0).to(dtype)
+        factor = torch.ones(len(rows), dtype=dtype, device=device).masked_fill_(rows == columns, math.sqrt(0.5))
+        return rows, columns, factor
 
 
 @lru_cache(32)
@@ -75,7 +76,7 @@ def _directions(width: int, dtype: torch.dtype, device: torch.device) -> torch.T
     """Random directions (width, RANDOM) of length sqrt(width), orthogonal in blocks of `width`; the same in every process."""
     with torch.inference_mode(False), torch.device("cpu"):
         normal = torch.randn(-(-RANDOM // width), width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-        blocks = torch.linalg.qr(normal)[0].mT.reshape(-1, width)[:RANDOM] * math.sqrt(width)
+        blocks: torch.Tensor = torch.linalg.qr(normal)[0].mT.reshape(-1, width)[:RANDOM] * math.sqrt(width)
         return blocks.T.contiguous().to(device, dtype)
 
 

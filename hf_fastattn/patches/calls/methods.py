@@ -40,8 +40,8 @@ _MISSING: Any = object()
 class Generation:
     """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype, linear: see `CallCaches`. fuse: whether
-    tokens are drawn in one launch. reasons: why steps ran uncaptured.
+    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype, linear: see `CallCaches`.
+    fuse: whether tokens are drawn in one launch. reasons: why steps ran uncaptured.
     """
 
     def __init__(
