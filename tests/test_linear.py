@@ -11,8 +11,8 @@ from models import prompts, tiny
 
 import hf_fastattn
 from hf_fastattn import LinearCache, PreallocatedCache, kernels
-from hf_fastattn.distillation import cross_entropy
 from hf_fastattn.attention.linear import LinearMap
+from hf_fastattn.distillation import cross_entropy
 from hf_fastattn.kernels import linear_attention
 from hf_fastattn.kernels.linear_attention import MAPS, attend, features, num_features, step, weights
 
@@ -133,7 +133,9 @@ def test_the_kernel_of_a_step_is_its_specification(sizes, dtype, device):
     exact_u, exact_z = u.double(), z.double()
     expected = step(fq.double(), fk.double(), v.double(), exact_u, exact_z)
     found = linear_state(fq, fk, v, u, z)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 2**-8, atol=1e-6)
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6
+    )  # one rounding
     torch.testing.assert_close(u.double(), exact_u, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(z.double(), exact_z, rtol=1e-6, atol=1e-6)
     fq.zero_()
@@ -210,7 +212,7 @@ def test_its_cache_is_copied_saved_restored_and_emptied(tmp_path):
         assert torch.equal(cache.storage.states()[0], mark[0])
         cache.reset()
         assert cache.get_seq_length() == 0 and not any(state.any() for state in cache.storage.states())
-        with pytest.raises(ValueError, match="needs K and V of 2 layers"):
+        with pytest.raises(ValueError, match="needs the recurrent states"):
             PreallocatedCache.load(tmp_path / "cache", model)
         with pytest.raises(ValueError, match="holds 2 rows"):
             twin.check_rows(3)
@@ -268,10 +270,10 @@ def test_attention_refuses_what_the_sums_cannot_have():
     with pytest.raises(ValueError, match="keeps sums in their place"):
         hf_fastattn.explain(model, backend="linear")
     assert not hf_fastattn.get("linear").exact and hf_fastattn.get("lean").exact
-    with hf_fastattn.patch(tiny("llama"), "lean", graph=False) as patch, torch.no_grad():
-        other = patch._model()
-        with pytest.raises(RuntimeError, match="LinearCache needs a model that runs 'linear'"):
-            other(ids, past_key_values=LinearCache(other))
+    other = tiny("llama")
+    says = "LinearCache needs a model that runs .linear."
+    with hf_fastattn.patch(other, "lean", graph=False), torch.no_grad(), pytest.raises(RuntimeError, match=says):
+        other(ids, past_key_values=LinearCache(other))
 
 
 def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs):
@@ -308,7 +310,9 @@ def test_the_loss_is_the_cross_entropy_of_the_weights():
     for head, i in itertools.product(range(4), range(7)):
         keys = k[0, head // 2, : i + 1]
         softmax = (SCALE * keys @ q[0, head, i]).softmax(0)
-        phi = [features("hedgehog", x[None], SCALE, torch.eye(6, dtype=torch.float64)[None])[0] for x in (q[0, head, i][None], keys)]
+        phi = [
+            features("hedgehog", x[None], SCALE, torch.eye(6, dtype=torch.float64)[None])[0] for x in (q[0, head, i][None], keys)
+        ]
         products = phi[1] @ phi[0][0]
         expected.append(-(softmax * (products / products.sum()).log()).sum())
     torch.testing.assert_close(found.double(), torch.stack(expected).mean(), rtol=1e-5, atol=1e-6)
