@@ -10,25 +10,29 @@ __version__ = "0.2.0"
 from . import backends as _backends
 from . import training as training
 from .attention.backend import count_calls
-from .caches import PreallocatedCache, RollingCache
+from .caches import LinearCache, PreallocatedCache, RollingCache
 from .kernels.merge import merge
 from .patches import patch, unpatch
 from .patches.warm import kernels_of
 from .registry import Backend, get, names, register
 
 if TYPE_CHECKING:
+    from .distillation import distill, load_distilled
     from .evaluation import evaluate
     from .explanation import explain
 
 __all__ = [
     "Backend",
+    "LinearCache",
     "PreallocatedCache",
     "RollingCache",
     "count_calls",
+    "distill",
     "evaluate",
     "explain",
     "get",
     "kernels_of",
+    "load_distilled",
     "merge",
     "names",
     "patch",
@@ -38,7 +42,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """evaluate() and explain(), whose files are imported when they are asked for."""
+    """Functions whose files are imported when they are asked for."""
+    if name in ("distill", "load_distilled"):
+        from . import distillation
+
+        return getattr(distillation, name)
     if name == "evaluate":
         from .evaluation import evaluate
 

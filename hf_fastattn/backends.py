@@ -1,6 +1,6 @@
 """The backends of the package. Importing this file registers them."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 from .kernels import TritonKernel, reference
 from .registry import Backend, register
@@ -9,6 +9,11 @@ PREFILL = TritonKernel("prefill", hopper="prefill_hopper")
 STREAM_K = TritonKernel("prefill", hopper="prefill_hopper", stream_k="lean")
 LEAN = TritonKernel("lean")
 TRAINED: dict[str, Any] = {"packed": True, "backward": TritonKernel("backward", twin=reference.backward), "dropout": True}
+
+
+def _of_layers(*args: object, **options: object) -> NoReturn:
+    raise ValueError('"linear" has a map for each layer of a model; it runs as attn_implementation="linear" alone.')
+
 
 ALL = [
     Backend(
@@ -26,6 +31,12 @@ ALL = [
         STREAM_K,
         LEAN,
         **TRAINED,
+    ),
+    Backend(
+        "linear",
+        "linear attention, NOT the model's softmax: sums of constant size in place of K and V, after distill() or by a fixed map",
+        _of_layers,
+        linear=True,
     ),
     Backend(
         "reference",

@@ -50,7 +50,7 @@ def run(where: Path, script: str, fails: str | None = None, **environment) -> No
 
 
 def test_names_are_those_of_the_exact_backends():
-    exact = {name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming}
+    exact = {name for name in hf_fastattn.names() if hf_fastattn.get(name).exact}
     assert set(hf_fastattn_autoload.NAMES) <= exact and {"lean", "fa2", "split_kv"} <= set(hf_fastattn_autoload.NAMES)
     for name in hf_fastattn_autoload.NAMES:  # the functions have replaced the stubs, if there were any
         assert all(f.func.__module__.startswith("hf_fastattn.") for f in hf_fastattn.hf.registered(name))

@@ -94,7 +94,7 @@ def test_why_not_names_the_value():
     assert "'mps'" in why_not(**{**shape, "device": "mps"})
 
 
-@pytest.mark.parametrize("name", hf_fastattn.names())
+@pytest.mark.parametrize("name", sorted({*hf_fastattn.names()} - {"linear"}))
 def test_a_backend_is_called_with_plain_tensors(name, device):
     q, k, v = (torch.randn(2, heads, length, 16, device=device) for heads, length in ((4, 3), (2, 40), (2, 40)))
     keep = torch.arange(40, device=device) >= torch.tensor([[0], [17]], device=device)

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 ORDER = [  # a part only imports parts from later lines
     ("__main__",),
     ("cli",),
-    ("evaluation", "explanation"),
+    ("distillation", "evaluation", "explanation"),
     ("patches",),
     ("batch",),
     ("backends", "caches"),

@@ -21,7 +21,7 @@ from hf_fastattn.context_parallel.shares import Share
 from hf_fastattn.kernels import reference
 from hf_fastattn.kernels.spec import KV, Spec
 
-EXACT = [name for name in hf_fastattn.names() if not registry.get(name).streaming]
+EXACT = [name for name in hf_fastattn.names() if registry.get(name).exact]
 LONG = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels run with fewer and shorter inputs, in the other tests")
 
 

@@ -43,7 +43,7 @@ from models import prompts, tiny
 
 assert not kernels.HAS_TRITON
 q = torch.randn(1, 4, 3, 16)
-for name in set(hf_fastattn.names()) - {{'streaming'}}:
+for name in set(hf_fastattn.names()) - {{'streaming', 'linear'}}:
     out = hf_fastattn.get(name)(q, q, q)
     torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
 """
@@ -118,7 +118,7 @@ def test_every_entry_point_says_which_gpus_it_supports(gpu, monkeypatch, capsys,
         # A shape that no other test uses: launches are cached, together with the result of the check.
         q = torch.empty(1, 4, 3, 56, dtype=torch.float16, device="cuda")
         short = torch.empty(1, 4, 1, 56, dtype=torch.float16, device="cuda")
-        for name in set(hf_fastattn.names()) - {"reference"}:
+        for name in set(hf_fastattn.names()) - {"reference", "linear"}:
             for queries in (q, short):
                 with pytest.raises(RuntimeError, match=says):
                     hf_fastattn.get(name)(queries, q, q)
@@ -133,7 +133,7 @@ def test_every_entry_point_says_which_gpus_it_supports(gpu, monkeypatch, capsys,
     assert model.config._attn_implementation == "sdpa"
     assert cli.main(["backends"]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("no: These kernels") == len(hf_fastattn.names()) - 1
+    assert listed.count("no: These kernels") == len(hf_fastattn.names()) - 2
     found = explain(model, device="cuda", gpu="h200")
     assert not found.runs and re.search(says, str(found))
 

@@ -18,7 +18,7 @@ from hf_fastattn.kernels import INTERPRETED
 DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
 CACHES = ["dynamic", "static"]
 INPUTS = ["long prompt", "left-padded batch"]
-EXACT = [name for name in hf_fastattn.names() if not hf_fastattn.get(name).streaming]
+EXACT = [name for name in hf_fastattn.names() if hf_fastattn.get(name).exact]
 TOKENS = 128 if DEVICE == "cuda" else 48
 OTHERS = [(name, which) for name in EXACT if name != "lean" for which in INPUTS]
 if DEVICE == "cpu":  # on the CPU all of them run the reference

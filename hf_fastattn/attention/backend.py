@@ -37,7 +37,8 @@ class Backend:
     packed sequences; otherwise these use the dense path. backward: a callable with the signature of
     `kernels.reference.backward`, the gradients of prefill; None for the model's own attention in training. dropout: whether
     prefill and backward support `Spec.dropout`; otherwise the model's own attention runs. invariant: the bits of a row must not
-    depend on its batch, so the prompts of a batch are not read as one row.
+    depend on its batch, so the prompts of a batch are not read as one row. linear: it is linear attention (`attention.linear`),
+    whose layers have weights of their own, and `prefill` only refuses calls without them.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Backend:
     backward: Callable[..., Any] | None = None
     dropout: bool = False
     invariant: bool = False
+    linear: bool = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+", self.name):
@@ -69,6 +71,11 @@ class Backend:
             raise TypeError(f"Backend {self.name!r}: prefill must be callable and decode callable or None.")
         if self.backward is not None and (self.streaming or not callable(self.backward)):
             raise TypeError(f"Backend {self.name!r}: backward must be callable or None, and None for one that streams.")
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes the attention of the model."""
+        return not (self.streaming or self.linear)
 
     @property
     def reads_eight_bits(self) -> bool:

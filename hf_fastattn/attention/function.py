@@ -10,7 +10,7 @@ import torch
 from .. import hf, streaming
 from ..kernels.host import gpu
 from ..kernels.spec import Spec, is_plain
-from . import masks, packed, refuse, runners, training
+from . import linear, masks, packed, refuse, runners, training
 from . import step as steps
 from .backend import get
 
@@ -57,6 +57,15 @@ def attention_forward(
         refuse.bias(name, backend.streaming, compiling or rows is not None)
     if not compiling and hf.asks_for_weights():
         refuse.weights(name)
+    if backend.linear:
+        refused: dict[str, object] = {
+            "a bias of keys": key_bias,
+            "softcap": softcap,
+            "sink logits": s_aux,
+            "sliding_window": sliding_window,
+        }
+        refused |= {"dropout": dropout or None if module.training else None, "rows in pages": rows}
+        return linear.forward(module, query, key, value, attention_mask, scaling, is_causal, refused), None
     window, sinks, inv_freq, interleaved = None, 0, None, False
     if backend.streaming:
         inv_freq, interleaved = streaming.rotation(module, query, key)

@@ -9,7 +9,7 @@ import torch
 
 from .. import hf, streaming
 from ..kernels import spans
-from . import masks, packed
+from . import linear, masks, packed
 from . import step as steps
 from .backend import get
 
@@ -50,6 +50,10 @@ def attention_mask(
     made_for = name, model
     if (rows := steps.ragged()) is not None:
         return rows.mask(pattern, sizes, made_for)
+    if backend.linear:
+        linear.check_pattern(config, pattern)
+        if steps.captured():
+            return masks.plain(sizes, at, made_for)
     if backend.streaming:
         made = steps.mask_for(sizes, q_offset)
         streaming.check_mask(name, config, pattern, made is not None)

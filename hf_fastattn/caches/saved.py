@@ -124,10 +124,11 @@ def read(
         )
     held = {index: tuple(tensors[f"{index}.{name}"] for name in each) for index, each in parts.items()}
     pairs = {index: _plain(path, index, *each) if len(each) == 4 else (each[0], each[1]) for index, each in held.items()}
-    _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
-    rows = pairs[with_kv[0]][0].shape[0]
+    if pairs:
+        _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
+    rows = len(next(iter(pairs.values()))[0] if pairs else next(iter(states[0].values())))
     if other := {len(state) for each in states.values() for state in each.values()} - {rows}:
-        raise ValueError(f"{path} has states of {other.pop()} rows and K and V of {rows}. Compute it again.")
+        raise ValueError(f"{path} has states of {other.pop()} rows, and others of {rows}. Compute it again.")
     return seen, kv_dtype, held, states
 
 

@@ -184,9 +184,11 @@ def _check_numbers(batch_size: int | str, limit: float | None, num_fewshot: int 
 
 
 def _caches(backend: str, caches: Iterable[str], kv_dtype: str | None = None) -> list[str]:
-    """The names of the caches for a backend. A streaming backend has its own, Transformers' attention a static cache."""
+    """The names of the caches for a backend. A streaming or linear one has its own, Transformers' attention a static cache."""
     if _streams(backend):
         return ["rolling"]
+    if backend in registry.names() and registry.get(backend).linear:
+        return ["linear"]
     found = dict.fromkeys([*caches, kv_dtype] if kv_dtype is not None and _reads_eight_bits(backend) else caches)
     return list(found) if backend in registry.names() else [{"preallocated": "static"}.get(each, each) for each in found]
 

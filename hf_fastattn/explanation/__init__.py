@@ -105,6 +105,11 @@ def explain(
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}.")
     chosen = registry.get(backend)
+    if chosen.linear:
+        raise ValueError(
+            f"explain() counts K and V, and {backend!r}, which is not the model's attention, keeps sums in their place: "
+            'docs/backends/linear.md has their size. Ask for "lean".'
+        )
     if not isinstance(model, (hf.PreTrainedModel, hf.PreTrainedConfig, str, Path)):
         raise TypeError(
             f"explain() takes a Transformers model, a configuration, a name or a path; got {type(model).__name__}. "

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import hf
+from .. import hf, registry
+from ..attention.linear import map_of
 from ..caches import forward
 from ..context_parallel import Shares
 from ..report.tables import size
@@ -73,7 +74,8 @@ class Patch:
 
         shares: how ranks share K and V by sequence. keep_graphs, kv_dtype: see `patch`.
         """
-        generation = None if kinds is None else Generation(model, kinds, streaming, graph, shares, kv_dtype, fuse)
+        linear = map_of(model.config) if registry.get(backend).linear else None
+        generation = None if kinds is None else Generation(model, kinds, streaming, graph, shares, kv_dtype, fuse, linear)
         self._begin(model, backend, graph, generation)
         self._graphs.keep = keep_graphs
         try:

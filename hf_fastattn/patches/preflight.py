@@ -10,6 +10,7 @@ import torch
 
 from .. import hf, registry
 from ..caches import RollingCache, eight_bits
+from ..caches.linear import check_kinds
 from ..context_parallel import Shares
 from ..report.warn import warn
 from ..streaming import Settings
@@ -60,9 +61,16 @@ def _attention_alone(model: hf.PreTrainedModel) -> str:
 
 
 def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> str | None:
-    """The cache that patch(cache=...) selects: "preallocated", "rolling" or None."""
+    """The cache that patch(cache=...) selects: "preallocated", "rolling", "linear" or None."""
     if cache == "auto":
-        cache = "rolling" if backend.streaming else "preallocated"
+        cache = "linear" if backend.linear else "rolling" if backend.streaming else "preallocated"
+    if (cache == "linear") != backend.linear:
+        raise ValueError(
+            f"cache={cache!r} and {backend.name!r} cannot be combined: linear attention keeps sums, in a cache of its own, and "
+            "other attention tokens. Leave out cache=."
+        )
+    if cache == "linear":
+        return cache
     if cache not in ("preallocated", "rolling", None):
         raise ValueError(f'cache must be "auto", "preallocated", "rolling", or None for Transformers\' own; got {cache!r}.')
     if cache is not None and (cache == "rolling") != backend.streaming:
@@ -89,6 +97,11 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
         raise ValueError(
             f"{name} cannot be patched: it computes attention in its own code and does not let its attn_implementation be set."
         )
+    if backend.linear:
+        check_kinds(model.config)
+        if biased or hf.tensor_parallel_mesh(model) is not None:
+            has = "has ALiBi" if biased else "is shared by several ranks"
+            raise ValueError(f"{name} {has}, which {backend.name!r} does not support. Use another backend, such as 'lean'.")
     if hf.is_stage(model):
         raise ValueError(
             f"{name} cannot be patched: this rank has a part of its layers (pipeline parallelism), and masks are made for the "

@@ -83,7 +83,7 @@ class Recipe(NamedTuple):
         patch: Patch | None = vars(model).get(MARK)
         had: dict[str, Any] = {"backend": "lean", "graph": True, "fuse": True} if patch is None else patch.arguments
         backend = backend or had["backend"]
-        if registry.get(backend).streaming or had.get("cache", "preallocated") != "preallocated" or hf.num_ranks(model) > 1:
+        if not registry.get(backend).exact or had.get("cache", "preallocated") != "preallocated" or hf.num_ranks(model) > 1:
             raise ValueError(
                 "The kernels of a model are known ahead with a preallocated cache and on one rank. Those of another are compiled "
                 "at their first launch; leave this call out."

@@ -7,9 +7,11 @@ from typing import Any, TypeGuard
 import torch
 
 from ... import hf
-from ...caches import PreallocatedCache, RollingCache
+from ...attention.linear import map_of
+from ...caches import LinearCache, PreallocatedCache, RollingCache
 from ...caches.eight_bits import storage_of
 from ...caches.layers import round_up
+from ...caches.linear import LinearStorage
 from ...caches.pool import Pool
 from ...caches.ring import Ring
 from ...caches.shared import SharedCache, SharedStorage
@@ -21,18 +23,27 @@ from ...streaming import Settings
 class CallCaches:
     """The caches of one model. kinds: of its layers. streaming: the settings of a streaming backend, None for others.
 
-    shares: how ranks share K and V by sequence. kv_dtype: of K and V in 8 bits. pool: the storages that are kept between calls.
+    shares: how ranks share K and V by sequence. kv_dtype: of K and V in 8 bits. linear: the map of
+    linear attention, None for other attention. pool: the storages that are kept between calls.
     """
 
     def __init__(
-        self, kinds: tuple[hf.Kind, ...], streaming: Settings | None, shares: Shares | None, kv_dtype: str | None = None
+        self,
+        kinds: tuple[hf.Kind, ...],
+        streaming: Settings | None,
+        shares: Shares | None,
+        kv_dtype: str | None = None,
+        linear: str | None = None,
     ):
+        self.linear = linear
         self.kinds, self.streaming, self.shares, self.kv_dtype = kinds, streaming, shares, kv_dtype
         self.pool = self._make_pool(0)
         self.fitted = ("", 0)  # the configuration for which the pool was made, and the number of its layers
 
     def _make_pool(self, serial: int) -> Pool:
         kinds, streaming, shares, kv_dtype = self.kinds, self.streaming, self.shares, self.kv_dtype
+        if (linear := self.linear) is not None:
+            return Pool(lambda tokens: LinearStorage(len(kinds), linear), LinearCache.around, serial)
         if shares is not None:
             return Pool(lambda tokens: SharedStorage(kinds, round_up(tokens), shares), SharedCache.around, serial)
         if streaming is None:
@@ -50,11 +61,12 @@ class CallCaches:
     def _fit(self, model: hf.PreTrainedModel) -> int:
         kinds = hf.layer_kinds(model.config)
         streaming = None if self.streaming is None else Settings.of(model.config.get_text_config(decoder=True))
-        if streaming is None and kinds == self.kinds[: len(kinds)]:
+        linear = None if self.linear is None else map_of(model.config)
+        if streaming is None and kinds == self.kinds[: len(kinds)] and linear == self.linear:
             return len(kinds)  # a model that runs only its first layers (early exit) leaves the others empty
-        if (kinds, streaming) != (self.kinds, self.streaming):
+        if (kinds, streaming, linear) != (self.kinds, self.streaming, self.linear):
             self.pool.close()
-            self.kinds, self.streaming = kinds, streaming
+            self.kinds, self.streaming, self.linear = kinds, streaming, linear
             self.pool = self._make_pool(self.pool.serial)
         return len(kinds)
 
@@ -62,11 +74,15 @@ class CallCaches:
     def type(self) -> type[StoredCache]:
         if self.shares is not None:
             return SharedCache
+        if self.linear is not None:
+            return LinearCache
         return PreallocatedCache if self.streaming is None else RollingCache
 
     def in_words(self) -> str:
         if self.shares is not None:
             return f"preallocated, shared out over {self.shares.count} ranks by sequence"
+        if self.linear is not None:
+            return f"linear, sums of the map {self.linear!r} in place of K and V, an approximation"
         if self.kv_dtype is not None:
             full = sum(kind.window is None for kind in self.kinds)
             rest = f", {len(self.kinds) - full} with a window as the model computes them" if full < len(self.kinds) else ""
@@ -79,12 +95,16 @@ class CallCaches:
         """Whether steps over this cache are captured: a cache over a storage (`caches.contract`) for this backend."""
         if self.streaming is not None:
             return isinstance(cache, RollingCache)
+        if self.linear is not None or isinstance(cache, LinearCache):
+            return self.linear is not None and isinstance(cache, LinearCache)
         return (
             isinstance(cache, StoredCache) and not cache.streams and isinstance(cache, SharedCache) == (self.shares is not None)
         )
 
     def kept(self, tokens: int) -> int:
         """How many of `tokens` tokens a layer without a sliding window keeps."""
+        if self.linear is not None:
+            return 0
         return tokens if self.streaming is None else min(tokens, self.streaming.sinks + self.streaming.window)
 
     def is_new(self, cache: object) -> TypeGuard[PreallocatedCache]:

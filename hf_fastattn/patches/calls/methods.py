@@ -40,8 +40,8 @@ _MISSING: Any = object()
 class Generation:
     """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype: see `CallCaches`. fuse: whether
-    tokens are drawn in one launch. reasons: why steps ran uncaptured.
+    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype, linear: see `CallCaches`.
+    fuse: whether tokens are drawn in one launch. reasons: why steps ran uncaptured.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class Generation:
         shares: Shares | None = None,
         kv_dtype: str | None = None,
         fuse: bool = True,
+        linear: str | None = None,
     ):
         self._model = weakref.ref(model, self._closer())
-        self.caches = CallCaches(kinds, streaming, shares, kv_dtype)
+        self.caches = CallCaches(kinds, streaming, shares, kv_dtype, linear)
         self.graph, self.fuse = graph, fuse
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
@@ -134,7 +135,7 @@ class Generation:
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
         caches = self.caches
-        shared = caches.shares, caches.kv_dtype, self.fuse
+        shared = caches.shares, caches.kv_dtype, self.fuse, caches.linear
         twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, *shared)
         memo[id(self)] = twin
         twin.had = dict(self.had)
