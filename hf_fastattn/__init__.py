@@ -10,7 +10,7 @@ __version__ = "0.2.0"
 from . import backends as _backends
 from . import training as training
 from .attention.backend import count_calls
-from .caches import PreallocatedCache, RollingCache
+from .caches import PagedCache, PreallocatedCache, RollingCache
 from .kernels.merge import merge
 from .patches import patch, unpatch
 from .patches.warm import kernels_of
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend",
+    "PagedCache",
     "PreallocatedCache",
     "RollingCache",
     "count_calls",

@@ -1,6 +1,7 @@
 """The caches of the package. The base classes for other caches are in contract.py and stored.py."""
 
+from .paged_cache import PagedCache
 from .preallocated import PreallocatedCache
 from .rolling import RollingCache
 
-__all__ = ["PreallocatedCache", "RollingCache"]
+__all__ = ["PagedCache", "PreallocatedCache", "RollingCache"]
