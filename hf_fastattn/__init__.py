@@ -10,7 +10,7 @@ __version__ = "0.2.0"
 from . import backends as _backends
 from . import training as training
 from .attention.backend import count_calls
-from .caches import LinearCache, PreallocatedCache, RollingCache
+from .caches import LinearCache, PagedCache, PreallocatedCache, RollingCache
 from .kernels.merge import merge
 from .patches import patch, unpatch
 from .patches.warm import kernels_of
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Backend",
     "LinearCache",
+    "PagedCache",
     "PreallocatedCache",
     "RollingCache",
     "count_calls",

@@ -52,6 +52,7 @@ def attention_forward(
         mask = packed.of_prompts(backend, mask, prompts, query)
     if (rows := steps.ragged()) is not None:
         rows.check(mask)
+    if not compiling:
         refuse.other_than_pages(key, value)
     if key_bias is not None:
         refuse.bias(name, backend.streaming, compiling or rows is not None)

@@ -129,5 +129,9 @@ def weights(name: str) -> None:
 def other_than_pages(key: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse K and V that are not those of the pages to which the model's cache has written, as of a model that repeats heads."""
     step = steps.innermost()
-    if step is not None and step.kv is not None and is_plain(steps.kv_of(key, value).form):
-        raise ValueError("The model changes K and V after they are stored in pages, where attention reads them. Use generate().")
+    if step is None or step.kv is None or (step.ragged is None and step.shown is None):
+        return
+    if is_plain(steps.kv_of(key, value).form):
+        raise ValueError(
+            "The model changes K and V after they are stored in pages, where attention reads them. Use generate() without pages."
+        )

@@ -69,7 +69,7 @@ class Step:
     mode: where tokens are counted. q_len: new tokens of each row. mask: the mask that the cache has built for several tokens,
     None if the model's mask is used. asked: whether the model has requested the mask. written: bit mask of the layers that have
     stored the new tokens. plan: further data of the storage for its layers. kv: the KV of the layer written last, if kernels need
-    more than the tensors that its update() returned. packed: how prompts are read as one row, if they are. ragged: what queries
+    more than the tensors that its update() returned. shown: these tensors, if they are not k and v of `kv`; they hold NaN. packed: how prompts are read as one row, if they are. ragged: what queries
     see whose rows have lengths of their own. cache: a weak reference to the cache of a model's forward.
     tokens: those of each row in a graph, padding included; 0 outside of one. real: the result of `no_padding`.
     """
@@ -84,6 +84,7 @@ class Step:
         self.written = 0
         self.plan: Any = None
         self.kv: KV | None = None
+        self.shown: tuple[torch.Tensor, torch.Tensor] | None = None
         self.packed: Packed | None = None
         self.ragged: Ragged | None = None
         self.cache: Any = None
@@ -232,8 +233,10 @@ def mask_for(sizes: tuple[int, int, int], q_offset: int | torch.Tensor) -> Mask 
 def kv_of(k: torch.Tensor, v: torch.Tensor) -> KV:
     """The KV of the layer whose update() has returned these two tensors."""
     for step in reversed(_thread.steps):
-        if step.kv is not None and step.kv.k is k and step.kv.v is v:
-            return step.kv
+        if step.kv is not None:
+            own = step.shown or step.kv
+            if own[0] is k and own[1] is v:
+                return step.kv
     return KV(k, v)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import hf, registry
+from ..caches import paged
 from ..caches.layers import free_bytes
 from ..caches.paged import GROUP, PagedStorage, windows_of
 from ..caches.pages import Pool
@@ -87,15 +88,8 @@ def why_not_backend(name: str) -> str | None:
 
 def why_not(model: hf.PreTrainedModel, kinds: Sequence[hf.Kind], others: str | None) -> str | None:
     """Why K and V of this model cannot be in pages. others: a reason that the caller knows."""
-    config = model.config.get_text_config(decoder=True)
-    if others is not None:
-        return others
-    if getattr(config, "qk_nope_head_dim", None):
-        return "it caches latents (MLA), which pages do not hold yet"
-    if getattr(config, "cross_attention_layers", None):
-        return "it has layers that attend to an image, which pages do not hold"
-    if any(kind.name not in ("full", "window") for kind in kinds):
-        return "it has layers with recurrent states, or without K and V of their own, which pages do not hold"
+    if (reason := others or paged.why_not(model.config, kinds)) is not None:
+        return reason
     if len({parameter.device for parameter in model.parameters()}) > 1:
         return "its weights are on several devices"
     return None

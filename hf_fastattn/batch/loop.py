@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import hf
-from ..caches.paged import PagedCache, PagedStorage, on_device
+from ..caches.paged import BatchCache, PagedStorage, on_device
 from ..caches.pages import Key, Pool
 from . import groups
 from .pick import Picker
@@ -75,7 +75,7 @@ class Loop:
         self.on_result: Callable[[hf.GenerationOutput], object] | None = None
         self.weights = fingerprint()
         self.preempted = self.shared = self.steps = 0
-        self.cache = PagedCache.around(storage)
+        self.cache = BatchCache.around(storage)
 
     # ---- requests ----
 

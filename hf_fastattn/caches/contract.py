@@ -100,6 +100,11 @@ class Storage:
         """Whether it keeps all tokens, token n in slot n."""
         return True
 
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer sees only a window of the tokens."""
+        return not self.keeps_all
+
     def memory(self) -> list[Part]:
         """The tensors of its layers, which are counted, moved and permuted. Layers of other classes than Buffered list none."""
         return [part for layer in self.layers for part in getattr(layer, "parts", tuple)()]

@@ -19,6 +19,7 @@ from ..attention import ragged
 from ..attention import step as steps
 from ..attention.ragged import Ragged, Shared
 from ..attention.step import EAGER, Step
+from ..hf import Kind
 from ..kernels.host import gpu
 from ..kernels.spec import KV
 from .buffers import Buffered, Pair, refuse_gradient
@@ -55,10 +56,7 @@ class PagedLayer(Buffered):
 
     def ready(self, *states: torch.Tensor) -> Pair:
         """K and V in the dtype of the pages, which are allocated for the first. Raises ValueError if they have another."""
-        refuse_gradient(*states)
-        kind = gpu.autocast_type(states[0].device)
-        if torch.is_autocast_enabled(kind):  # attention casts queries so, and a part of the model's operations K or V
-            states = tuple(x.to(torch.get_autocast_dtype(kind)) for x in states)
+        states = cast(*states)
         if not self.is_initialized:
             self.lazy_initialization(*states)
         if states[0].dtype != self.dtype:
@@ -66,7 +64,7 @@ class PagedLayer(Buffered):
                 f"The pages of this model hold {self.dtype}, and it computes K and V in {states[0].dtype} now. Call "
                 "hf_fastattn.unpatch() and patch() on it: new pages have the new dtype."
             )
-        return states[0], states[1]
+        return states
 
     def append(self, rows: Ragged, key_states: torch.Tensor, value_states: torch.Tensor) -> KV:
         """Store K and V, (batch, num_kv_heads, 1, head_dim) of a step of the rows or (1, num_kv_heads, tokens, head_dim) of prompts
@@ -234,8 +232,8 @@ class PagedStorage(Storage):
         self.steps += 1
 
 
-class PagedCache(StoredCache):
-    """The `cache` of a forward over a PagedStorage. `generate_batch` of a patched model makes it; generate() takes none."""
+class BatchCache(StoredCache):
+    """The `cache` of a forward over a PagedStorage, which `generate_batch` of a patched model makes."""
 
     storage: PagedStorage
 
@@ -280,6 +278,29 @@ def counted(groups: int, rows: int) -> int:
 def windows_of(layers: Sequence[int | None]) -> tuple[int | None, ...]:
     """None, and the windows of the layers, which have a pool of pages each."""
     return None, *sorted({window for window in layers if window is not None})
+
+
+def why_not(config: Any, kinds: Sequence[Kind]) -> str | None:
+    """Why K and V of a model cannot be in pages. config: that of the model. kinds: of its layers."""
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model, whose K and V of the encoder pages do not hold"
+    if getattr(text, "qk_nope_head_dim", None):
+        return "it caches latents (MLA), which pages do not hold yet"
+    if getattr(text, "cross_attention_layers", None):
+        return "it has layers that attend to an image, which pages do not hold"
+    if any(kind.name not in ("full", "window") for kind in kinds):
+        return "it has layers with recurrent states, or without K and V of their own, which pages do not hold"
+    return None
+
+
+def cast(*states: torch.Tensor) -> Pair:
+    """K and V in the dtype in which attention computes them. Raises RuntimeError for those with a gradient."""
+    refuse_gradient(*states)
+    kind = gpu.autocast_type(states[0].device)
+    if torch.is_autocast_enabled(kind):  # attention casts queries so, and a part of the model's operations K or V
+        states = tuple(x.to(torch.get_autocast_dtype(kind)) for x in states)
+    return states[0], states[1]
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -33,6 +33,12 @@ class Pool:
     def available(self) -> int:
         return len(self.free) + len(self.idle)
 
+    def extend(self, more: int) -> None:
+        """Add so many pages."""
+        self.free[:0] = range(self.count + more - 1, self.count - 1, -1)
+        self.uses += [0] * more
+        self.count += more
+
     def needed(self, tokens: int) -> int:
         """The most pages that a text of so many tokens uses at one time, if it is read in small parts."""
         need = -(-tokens // self.size)

@@ -38,7 +38,7 @@ class PreallocatedCache(ChangeableCache):
     storage: PreallocatedStorage
 
     def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, grow: bool = True, kv_dtype: str | None = None):
-        tokens = _checked(capacity)
+        tokens = checked(capacity)
         kinds = hf.layer_kinds(saved.config_of(config))
         if reason := eight_bits.why_not(kv_dtype, config):
             raise ValueError(reason)
@@ -107,7 +107,7 @@ class PreallocatedCache(ChangeableCache):
         Only the configuration is compared, not the weights: K and V of other weights are not detected. Raises ValueError with
         path and reason if the file has another format, configuration, dtype or shape, or if it is truncated or inconsistent.
         """
-        tokens = _checked(capacity)
+        tokens = checked(capacity)
         seen, kv_dtype, held, states = saved.read(path, hf.layer_kinds(saved.config_of(model)), model)
         cache = cls(model, max(tokens, seen), grow=grow, kv_dtype=kv_dtype)
         for index, (keys, values, *others) in held.items():
@@ -126,7 +126,7 @@ class PreallocatedCache(ChangeableCache):
         return cache
 
 
-def _checked(capacity: int) -> int:
+def checked(capacity: int) -> int:
     """A capacity that a caller has given. Raises ValueError unless it is a number of tokens."""
     if not isinstance(capacity, Integral) or isinstance(capacity, bool) or capacity < 1:
         raise ValueError(f"capacity counts tokens: an integer, at least 1; got {capacity!r}.")

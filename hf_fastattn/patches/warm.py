@@ -24,7 +24,7 @@ from ..caches.buffers import Part
 from ..caches.eight_bits import storage_of
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
-from ..caches.paged import COUNTS, PagedCache, PagedStorage, counted, windows_of
+from ..caches.paged import COUNTS, BatchCache, PagedStorage, counted, windows_of
 from ..caches.storage import PreallocatedStorage
 from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
@@ -391,7 +391,7 @@ class _Batches(_Forwards):
         for layer, shape in zip(storage.layers, hf.layer_shapes(model.config), strict=True):
             sizes = ((1, shape.num_kv_heads, 0, width) for width in (shape.head_dim, shape.value_dim))
             layer.lazy_initialization(*(torch.empty(size, dtype=model.dtype, device=device) for size in sizes))
-        cache, storage.bucket = PagedCache.around(storage), rows
+        cache, storage.bucket = BatchCache.around(storage), rows
         storage.sharing, storage.counted = job.most_members(model) if point.groups else 0, point.groups
         ids = torch.empty(rows, tokens, dtype=torch.int64, device=device)
         state: Any = None  # which is compared in a generate_batch() alone

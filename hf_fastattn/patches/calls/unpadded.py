@@ -49,7 +49,7 @@ def why_padded(model: hf.PreTrainedModel, cache: StoredCache, given: dict[str, A
         return "it takes no position_ids"
     if given.get(KEEP, 1) != 1:
         return f"{KEEP} is {given[KEEP]}"
-    if packed.holes and not (cache.storage.keeps_all and hf.is_stock(type(model).forward)):
+    if packed.holes and (cache.storage.windowed or not hf.is_stock(type(model).forward)):
         return "there is padding between tokens, which windows count"
     return code_of_user(model, config)
 
