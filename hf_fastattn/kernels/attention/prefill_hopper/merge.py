@@ -66,8 +66,8 @@ def merge_shares(
 ) -> Launch:
     """The launch that merges the shares of `call`; its tensors are out, lse, the workspace, spans and sink logits.
 
-    order: the sizes of `order.block_at`, and the number of whole blocks. align: tiles begin at its multiples. stats_start: where m
-    and l begin in the workspace.
+    order: the sizes of `order.block_at`, and the number of whole blocks. align: tiles begin at its multiples. stats_start: where
+    m and l begin in the workspace.
     """
     num_blocks, num_packs, total_packs, section, whole = order
     blocks, rows = num_blocks * total_packs - whole, min(call.q_len * pack, BLOCK_M)
