@@ -36,9 +36,9 @@ class Ragged:
     sizes: (batch, q_len, kv_len). build: the spans for a window, None for all earlier tokens. pages: tables of pages, int32
     (tables, batch, pages); prompts in one row have one table, of the pages of each text after those of the one before. slots: of
     the new token of each row, int64 (batch,), or of each of prompts, (1, q_len). ends: of prompts in one row of which some follow
-    a cached text, the slots of the last pages from the ends of the texts on, int64 (1, any), where zeros are stored: keys are then
-    the slots of the table, otherwise the new tokens, and it is None. stored, attended: numbers of layers that have stored K and V,
-    and of calls of attention. shared: what rows over pages share, if it is read once.
+    a cached text, the slots of the last pages from the ends of the texts on, int64 (1, any), where zeros are stored: keys are
+    then the slots of the table, otherwise the new tokens, and it is None. stored, attended: numbers of layers that have stored K
+    and V, and of calls of attention. shared: what rows over pages share, if it is read once.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class PagedLayer(Buffered):
         return states
 
     def append(self, rows: Ragged, key_states: torch.Tensor, value_states: torch.Tensor) -> KV:
-        """Store K and V, (batch, num_kv_heads, 1, head_dim) of a step of the rows or (1, num_kv_heads, tokens, head_dim) of prompts
-        in one row, and return those to attend to."""
+        """Store K and V, (batch, num_kv_heads, 1, head_dim) of a step of the rows or (1, num_kv_heads, tokens, head_dim) of
+        prompts in one row, and return those to attend to."""
         from ..kernels.decode.append import append  # with Triton
         from ..kernels.paged import gather, paged
 
@@ -82,7 +82,8 @@ class PagedLayer(Buffered):
         if rows.ends is None:
             return KV(*states)
         if rows.ends.numel():
-            append(kv, *(x.new_zeros(()).expand(*x.shape[:2], rows.ends.numel(), x.shape[3]) for x in states), rows.ends)
+            k, v = (x.new_zeros(()).expand(1, x.shape[1], rows.ends.numel(), x.shape[3]) for x in states)
+            append(kv, k.contiguous(), v.contiguous(), rows.ends)
         # Other GPUs load tiles from pages by an address for each slot, which takes longer than a copy.
         return kv if gpu.arch(self.buffers[0].device) in (0, 90) else gather(kv)
 

@@ -327,7 +327,7 @@ def _consume(
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc,  # (batch, num_kv_heads, q_len, group, head_dim), boxes of 64 / pack queries and pack heads
-    k_desc,  # (batch, num_kv_heads, kv_len, head_dim), boxes of BLOCK_N keys; or the pool of pages, boxes of `box` keys, 64 columns
+    k_desc,  # (batch, num_kv_heads, kv_len, head_dim), boxes of BLOCK_N keys; or the pages, boxes of 64 columns
     v_desc,  # (batch, num_kv_heads, kv_len, value_dim), likewise
     out_desc,  # (batch, num_kv_heads, q_len, group, value_dim), boxes as of q_desc, written
     Lse,  # (batch, num_heads, q_len), fp32, written with WRITE_LSE

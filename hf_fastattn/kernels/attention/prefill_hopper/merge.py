@@ -66,7 +66,7 @@ def merge_shares(
 ) -> Launch:
     """The launch that merges the shares of `call`; its tensors are out, lse, the workspace, spans and sink logits.
 
-    order: the sizes of `order.block_at`, and the number of whole blocks. align: tiles begin at multiples of it. stats_start: where
+    order: the sizes of `order.block_at`, and the number of whole blocks. align: tiles begin at its multiples. stats_start: where
     m and l begin in the workspace.
     """
     num_blocks, num_packs, total_packs, section, whole = order

@@ -46,8 +46,8 @@ def tiles_of(
 ):  # fmt: skip
     """The tiles that the QUERIES queries from `first` on visit, at least one: (lo, hi, num_tiles, num_after, num_masked).
 
-    Tile t begins at slot lo + t * BLOCK_N, lo rounded down to a multiple of ALIGN; together they contain the keys [lo, hi) that any row sees. num_masked of them
-    need a mask: the last num_after, and the others at the beginning.
+    Tile t begins at slot lo + t * BLOCK_N, lo rounded down to a multiple of ALIGN; together they contain the keys [lo, hi) that
+    any row sees. num_masked of them need a mask: the last num_after, and the others at the beginning.
     """
     q_start, kv_start, kv_stop, window, causal, holes, live_stop = spans
     first_pos = q_start + first
@@ -94,4 +94,5 @@ def tile_start(i, tiles, BLOCK_N: gl.constexpr, ALIGN: gl.constexpr = 1):
     """First slot of the i-th tile to visit: masked at the end, masked at the beginning, then the others, each from the last."""
     lo, _hi, num_tiles, num_after, num_masked = tiles
     middle = num_tiles - num_after - 1 - (i - num_masked)
-    return lo // ALIGN * ALIGN + gl.where(i < num_after, num_tiles - 1 - i, gl.where(i < num_masked, num_masked - 1 - i, middle)) * BLOCK_N
+    begin = lo // ALIGN * ALIGN
+    return begin + gl.where(i < num_after, num_tiles - 1 - i, gl.where(i < num_masked, num_masked - 1 - i, middle)) * BLOCK_N
