@@ -101,7 +101,7 @@ def _folder(name: str) -> Path:
 def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     """--out, --seconds and --device, which all benchmarks share."""
     parser.add_argument("--out", type=_folder, default="examples/results", help="folder for the JSON (default: %(default)s)")
-    help_ = "what does not fit into this time is skipped, with a note (default: %(default)s)"
+    help_ = "what cannot begin in this time is skipped, with a note (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=seconds, help=help_)
     parser.add_argument("--device", help="default: cuda if available, otherwise cpu")
 
