@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
+from hf_fastattn.caches import storage
 from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import ahead, warm
 from hf_fastattn.patches.fused import experts
@@ -228,6 +229,29 @@ def test_a_new_cache_for_each_chat_captures_nothing_anew(llama, monkeypatch, sha
         cache = PreallocatedCache(llama, 2000)
         assert all(map(torch.equal, chat(cache), expected)) and cache.storage.capacity == 2048
         assert len({address for _, address in captures}) == 1 and captures[2] == captures[3] and not patch.reasons
+
+
+@pytest.mark.parametrize("free", [None, 1 << 20])
+def test_buffers_that_grow_are_few_where_memory_allows_it(llama, monkeypatch, free):
+    if free is not None:
+        monkeypatch.setattr(storage, "free_bytes", lambda device: free)
+    drawn = torch.rand(30, generator=torch.Generator().manual_seed(0)).tolist()
+    job, chat, captures = {}, {}, []
+    with hf_fastattn.patch(llama) as patch:
+        for each in drawn:
+            ask(llama, round(20 * 150**each), max_new_tokens=2)
+            job[patch._generation.caches.pool.idle[0][1].capacity] = True
+            captures.append(patch.captures)
+    cache = PreallocatedCache(llama)
+    with hf_fastattn.patch(llama) as patch:
+        for tokens in (100, 300, 600, 900, 1500, 1800):
+            assert ask(llama, tokens, past_key_values=cache, max_new_tokens=2).shape[1] == tokens + 2
+            chat[cache.storage.capacity] = True
+        assert not patch.reasons
+    if free is None:
+        assert [*job] == [*chat] == [256, 1024, 4096] and captures[-1] - captures[10] <= 1
+    else:
+        assert [*job] == [256, 1024, 1792, 2048, 2560] and len(chat) == 6
 
 
 def test_caches_that_do_not_get_the_storage_of_another(llama):

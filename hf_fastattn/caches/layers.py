@@ -35,6 +35,8 @@ from .replaced import Replaceable
 STEP = 256  # tokens; capacities are multiples of it, and of an eighth of their size
 KEEP = 128  # tokens before its window that a sliding layer keeps when it moves; so many can be removed by crop()
 SLACK = 512  # tokens that a sliding layer writes between two moves
+AHEAD = 4  # how many times as large buffers become that grow, if they then take at most 1/SPARE of free memory
+SPARE = 16
 
 
 def round_up(tokens: int) -> int:

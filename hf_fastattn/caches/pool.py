@@ -37,10 +37,12 @@ class Pool:
     def take(self, rows: int, capacity: int, among: list[int] | None = None) -> StoredCache:
         """An empty cache for `rows` rows of `capacity` tokens, over the smallest idle storage that fits or a new storage.
 
+        That has more room if it replaces one (`Storage.ahead`).
+
         among: serial numbers of the idle storages that may be used; None for all.
         """
         with self.lock:
-            storage = self._find(rows, capacity, among)
+            storage, capacity = self._find(rows, capacity, among)
         if storage is None:
             storage = self.make(capacity)
             self._number(storage)
@@ -66,8 +68,9 @@ class Pool:
         """Let an empty cache that the caller has made, and that has allocated nothing, have an idle storage, whose graphs are
         valid. If none fits, its own becomes one of the pool. Arguments as in take()."""
         with self.lock:
-            storage = self._find(rows, capacity, among)
+            storage, capacity = self._find(rows, capacity, among)
         if storage is None:
+            cache.reserve(capacity)
             self._number(cache.storage)
         else:
             cache._adopt(storage)
@@ -88,8 +91,8 @@ class Pool:
                 entry[1].serial for entry in self.idle if entry[0] == rows and entry[1].holds(capacity) and not _is_held(entry)
             ]
 
-    def _find(self, rows: int, capacity: int, among: list[int] | None) -> Storage | None:
-        """Remove and return an idle storage that fits; None if there is none."""
+    def _find(self, rows: int, capacity: int, among: list[int] | None) -> tuple[Storage | None, int]:
+        """(an idle storage that fits, which is removed, or None; the capacity of a new one, which is the same on all ranks)."""
         same_rows = [entry for entry in self.idle if entry[0] == rows]
         fit = [entry for entry in same_rows if entry[1].holds(capacity) and (among is None or entry[1].serial in among)]
         held = [entry for entry in fit if _is_held(entry)]
@@ -97,7 +100,9 @@ class Pool:
         # Storages that do not fit are dropped before a new one is allocated. One that is still referenced may be free next time.
         drop = [chosen] if chosen else [entry for entry in same_rows if entry not in held[-1:]]
         self.idle = [entry for entry in self.idle if entry not in drop]
-        return None if chosen is None else chosen[1]
+        if chosen is None and among is None:
+            capacity = max((storage.ahead(capacity) for _, storage in same_rows), default=capacity)
+        return None if chosen is None else chosen[1], capacity
 
     @property
     def idle_bytes(self) -> int:

@@ -12,7 +12,7 @@ from ..attention import step as steps
 from ..attention.step import EAGER
 from ..hf import Kind
 from .contract import Storage
-from .layers import SLACK, Layer, Track
+from .layers import AHEAD, SLACK, SPARE, Layer, Track, free_bytes
 
 
 class PreallocatedStorage(Storage):
@@ -70,7 +70,7 @@ class PreallocatedStorage(Storage):
         return steps.mode(self) != EAGER or self.seen > 0
 
     @property
-    def live(self) -> torch.Tensor | None:
+    def real_tokens(self) -> torch.Tensor | None:
         return self.tracks[0].live if self.skips_padding and self.tracks else None
 
     @property
@@ -87,6 +87,14 @@ class PreallocatedStorage(Storage):
 
     def holds(self, tokens: int) -> bool:
         return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
+
+    def ahead(self, tokens: int) -> int:
+        growing = [part.tensor for layer in self.counted if layer.track.kind.window is None for part in layer.parts()]
+        if not growing:
+            return tokens
+        capacity = growing[0].shape[2]
+        each = sum(tensor.nbytes for tensor in growing) // capacity
+        return max(tokens, min(AHEAD * capacity, (free_bytes(growing[0].device) or 0) // (SPARE * max(each, 1))))
 
     def call_on_low_memory(self, free: Callable[[], None]) -> None:
         for track in self.tracks:

@@ -124,7 +124,8 @@ class CallCaches:
                 "new ids with the attention_mask of the whole text or with their position_ids: at least one token more."
             )
         # If only the new ids are given, the length of the call counts from them.
-        cache.reserve(tokens if tokens > seen else seen + tokens)
+        tokens = tokens if tokens > seen else seen + tokens
+        cache.reserve(tokens if among is not None or cache.storage.holds(tokens) else cache.storage.ahead(tokens))
 
 
 def covered(model_kwargs: dict[str, Any], seen: int) -> int | None:

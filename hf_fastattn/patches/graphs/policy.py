@@ -63,8 +63,8 @@ class Cost(NamedTuple):
 
     It is the same on all ranks, which must decide alike, even if their GPUs differ. weights: numbers in matrices but tables.
     read: bytes that each forward reads, besides experts; routed: those of experts. active: numbers that a token is multiplied
-    by. chosen: the part of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads). attends,
-    routes: whether attention and experts of a graph take as long for its padding as for other tokens.
+    by. chosen: the part of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads).
+    attends, routes: whether attention and experts of a graph take as long for its padding as for other tokens.
     """
 
     weights: float
@@ -120,7 +120,7 @@ class Cost(NamedTuple):
         return self if storage.skips_padding else self._replace(attends=True, routes=True)
 
     def graph(self, rows: int, tokens: int, past: int, live: int | None = None) -> float:
-        """Seconds of the kernels of a forward with so many tokens of each row, behind `past` others. live: how many of them are no
+        """Seconds of the kernels of a forward with so many tokens of each row, behind `past` others. live: those that are no
         padding; None for all."""
         every = rows * tokens
         attended, routed = (tokens if live is None or computed else live for computed in (self.attends, self.routes))
