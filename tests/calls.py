@@ -59,7 +59,7 @@ class Puts:
 @contextmanager
 def captured(tokens: int = 1, **of_storage: object) -> Iterator[None]:
     """A context in which the code runs as if a decode graph of so many tokens of each row captured it."""
-    storage = type("Storage", (), of_storage)()
+    storage = type("Storage", (), {"real_tokens": None, **of_storage})()
     step = steps.begin(storage, steps.CAPTURED)
     step.tokens = tokens
     try:

@@ -283,7 +283,7 @@ def test_padding_of_a_graph_has_no_expert(launched):
     want = torch.where(real[:, None], module(x, chosen, scores), 0.0)
     module.gate_up_proj.data[3] = float("nan")
     experts.use([module])
-    with captured(35, rows=2, live=torch.tensor([3], device=DEVICE)):
+    with captured(35, rows=2, real_tokens=torch.tensor([3], device=DEVICE)):
         got = module(x, chosen, scores)
     assert launched == [True, True]
     torch.testing.assert_close(got, want)

@@ -102,7 +102,7 @@ class Step:
     def live(self, q_len: int) -> torch.Tensor | None:
         """How many of the q_len tokens of each row are no padding, int64 (1,) on the device; None outside of a graph, and if its
         storage does not tell."""
-        count: torch.Tensor | None = self.storage.live if q_len == self.tokens else None
+        count: torch.Tensor | None = self.storage.real_tokens if q_len == self.tokens else None
         return count
 
 

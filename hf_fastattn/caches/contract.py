@@ -41,7 +41,7 @@ class Storage:
     one row. most_tokens: how many they may be at most. looks_ahead: whether a forward has let tokens see later ones, for which a
     graph has no mask. resized: whether other code has replaced K and V by those of fewer or more tokens. endless: whether its
     text may be longer than the model has positions. cut_short: whether layers lack tokens, after an interrupted forward.
-    skips_padding: whether kernels of a captured step are told how many of its tokens are padding, by `live`.
+    skips_padding: whether kernels of a captured step are told how many of its tokens are padding, by `real_tokens`.
     recorded: number of references held by decode graphs, as `pool.references` counts them. serial: its number among the storages
     of a model, by which ranks that share the model name it.
 
@@ -85,7 +85,7 @@ class Storage:
         return self.seen > 0
 
     @property
-    def live(self) -> torch.Tensor | None:
+    def real_tokens(self) -> torch.Tensor | None:
         """Number of tokens of each row that are no padding, int64 (1,) on the device, which sync() writes; None without
         `skips_padding`."""
         return None

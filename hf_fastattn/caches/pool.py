@@ -92,8 +92,7 @@ class Pool:
             ]
 
     def _find(self, rows: int, capacity: int, among: list[int] | None) -> tuple[Storage | None, int]:
-        """(an idle storage that fits, which is removed, or None; the capacity of a new one). Ranks have the same capacity, whatever
-        memory each has."""
+        """(an idle storage that fits, which is removed, or None; the capacity of a new one, which is the same on all ranks)."""
         same_rows = [entry for entry in self.idle if entry[0] == rows]
         fit = [entry for entry in same_rows if entry[1].holds(capacity) and (among is None or entry[1].serial in among)]
         held = [entry for entry in fit if _is_held(entry)]

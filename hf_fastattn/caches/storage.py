@@ -70,7 +70,7 @@ class PreallocatedStorage(Storage):
         return steps.mode(self) != EAGER or self.seen > 0
 
     @property
-    def live(self) -> torch.Tensor | None:
+    def real_tokens(self) -> torch.Tensor | None:
         return self.tracks[0].live if self.skips_padding and self.tracks else None
 
     @property
