@@ -38,7 +38,7 @@ from .models import dtype_for
 from .results import Results, add_options, check_names, command, conditions, find_device, listed, progress
 
 METHOD = "teacher-forced steps behind stored K and V; differences of the negative log-likelihood, paired by token"
-BASE, OWN, INT4 = "as computed", ("int8", "fp8"), "4 bits, K centred, both rotated"
+BASE, OWN, INT4 = "as computed", ("int8", "fp8"), "4 bits rotated"
 # Of QuantizedCache, with its backend and other arguments than the default
 STOCK = {
     "Transformers fp8": ("fp8", {}),

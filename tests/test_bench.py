@@ -25,6 +25,8 @@ from benchmarks import (
     generate,
     grid,
     hybrids,
+    kv_dtype,
+    kv_dtype_speed,
     models,
     modes,
     prompts,
@@ -37,6 +39,7 @@ from benchmarks import (
     sections,
     sections_context,
     sections_steps,
+    shapes,
     stream,
     timing,
 )
@@ -523,6 +526,47 @@ def test_calls_of_lm_eval_are_recorded(tmp_path, monkeypatch):
     assert [len(call["lengths"]) for call in run["calls"]] == [2, 1] and min(run["calls"][0]["lengths"]) > 1000
     assert run["name"] == "a" and all(call["new"] == 4 for call in run["calls"])
     assert run["stops"] == [["zz", 4], ["</s>", 3]] and run["options"] == {"do_sample": False, "use_cache": True}
+
+
+@pytest.mark.slow
+def test_kv_in_8_bits_have_a_speed(tmp_path, monkeypatch):
+    fake_graph.use(monkeypatch)
+    monkeypatch.setattr(timing, "L2_BYTES", 1)
+    monkeypatch.setattr(timing, "REPLAY_US", 1e-9)
+    options = ["--shape", "tiny", "--reserve", "0", "--device", "cpu", "--out", str(tmp_path)]
+    assert kv_dtype_speed.main(options) == 0
+    call, row = json.loads((tmp_path / "kv_dtype_speed_tiny.json").read_text())["rows"]
+    assert set(call["us"]) == set(call["largest_error"]) == {"16 bits", "int8", "fp8"} and min(call["us"].values()) > 0
+    for name in ("16 bits", "int8", "fp8"):
+        assert row[name]["check"]["passed"] and row[name]["check"]["steps_replayed"] and row[name]["captured"]
+    assert row["int8"]["cache_bytes"] == row["fp8"]["cache_bytes"] < row["16 bits"]["cache_bytes"] / 3  # of float32
+    assert row["DynamicCache"]["ms"] > 0 and not row["failed"]
+    assert (row.get("Transformers fp8") or row["missing"]["Transformers fp8"]) and not {*row["missing"]} & {"int8", "fp8"}
+    store = kv_dtype_speed.stored
+    monkeypatch.setattr(kv_dtype_speed, "exact", lambda q, kv, row: torch.zeros(4, 1, 32))
+    with pytest.raises(shapes.WrongResult, match="16 bits of 2, 4/2, 32, 70 is wrong"):
+        kv_dtype_speed.main(options)
+    assert store(*torch.randn(2, 1, 1, 3, 32), "int8").k.dtype == torch.uint8
+
+
+@pytest.mark.slow
+def test_rounded_k_and_v_are_told_from_those_of_the_model(tmp_path):
+    """With needles and outliers; formats that are not installed are named."""
+    folder = checkpoint.save(tmp_path / "model")
+    options = ["--rows", "2", "--prompt", "40", "--tokens", "65", "--lengths", "700", "--texts", "2", "--step", "32"]
+    options += ["--only", f"int8,{kv_dtype.INT4},Transformers fp8"]
+    assert kv_dtype.main([*options, "--model", str(folder), "--device", "cpu", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "kv_dtype.json").read_text())
+    (run,) = found["measured_by"].values()
+    names = {"int8", kv_dtype.INT4, "Transformers fp8"} - {*run["missing"]}
+    text, needles = ([row for row in found["rows"] if ("length" in row) == each] for each in (False, True))
+    assert {(row["kv_dtype"], row["outliers"]) for row in text} == {(name, each) for name in names for each in (False, True)}
+    kl = {(row["kv_dtype"], row["outliers"]): row["kl"] for row in text}
+    assert 0 < kl["int8", False] < 0.1 * kl[kv_dtype.INT4, False] and kl["int8", True] < 2 * kl["int8", False]
+    assert all(row["tokens"] == 2 * 64 and 0 <= row["top_1"] <= 1 for row in text)
+    base, *others = (row for row in needles if not row["outliers"])
+    assert base["kv_dtype"] == kv_dtype.BASE and base["dnll"] == 0 and base["needles"] == 16 and len(others) == len(names)
+    assert all(row["dnll"] != 0 for row in others)
 
 
 @pytest.mark.slow

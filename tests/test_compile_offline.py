@@ -324,13 +324,14 @@ def test_plain_keys_and_values_pay_nothing_for_forms(name, q_len, most_registers
 def test_forms_compile(form, tmp_path, monkeypatch):
     """What the interpreter does not show. Also with sinks, and with a store in both launches that append."""
     monkeypatch.setattr(gpu, "on_gpu", lambda device: True)
-    eight, slots = form is test_forms.BYTES, 2048
-    new = torch.zeros(2, 2, 1, 128, dtype=torch.float32 if eight else torch.bfloat16)
+    new = torch.zeros(2, 2, 1, 128, dtype=torch.bfloat16)
+    k = new.expand(2, 2, 2048, 128).contiguous()
     if form is test_forms.PAGED:
         kv = KV(*[new.new_zeros(200, 2, test_forms.PAGE, 128)] * 2, form, pages=torch.zeros(2, 128, dtype=torch.int32))
+    elif form is test_forms.BYTES:
+        kv = eight_bits.eight_bits(*eight_bits.empty(k, k), new[:, :, 0].contiguous(), "int8")
     else:
-        k = torch.zeros(2, 2, slots, 128, dtype=torch.int8 if eight else new.dtype)
-        kv = KV(k, k, form, torch.zeros(2, 2, slots, 2), torch.zeros(2, 128))
+        kv = KV(k, k, form)
     for name, q_len in (("lean", 1), ("prefill", 40)):
         module, kernels = KERNELS[name]
         with compiling(module, kernels, 90):

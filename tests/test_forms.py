@@ -1,4 +1,4 @@
-"""Forms of K and V: pages of the package, and 8 bits, latents and -V, each device functions and their equivalents in torch."""
+"""Forms of K and V: pages and 8 bits of the package, and latents and -V, each device functions and their equivalents in torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from cases import Case, make
 
 from hf_fastattn import context_parallel, registry
-from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, TritonKernel, paged, reference
+from hf_fastattn.kernels import HAS_TRITON, INTERPRETED, TritonKernel, eight_bits, paged, reference
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.spec import KV, PLAIN, Form, Sizes, Spec, bytes_per_token
 
@@ -25,76 +25,13 @@ if HAS_TRITON:
             return -tl.load(ptrs)
         else:
             return -tl.load(ptrs, mask=mask, other=0.0)
-
-    @triton.jit
-    def load_bytes(base, strides, first, offs_n, offs_d, mask, indices, extra):
-        ptrs = base + (first + offs_n)[:, None] * strides[2] + 2 * offs_d[None, :]
-        if mask is None:
-            return tl.load(ptrs).to(tl.float32), tl.load(ptrs + 1).to(tl.float32)
-        else:
-            return tl.load(ptrs, mask=mask, other=0).to(tl.float32), tl.load(ptrs + 1, mask=mask, other=0).to(tl.float32)
-
-    @triton.jit
-    def scales_at(slots, strides, indices, extra):
-        """Of K; those of V follow. The scales have K's layout, with two numbers for each token."""
-        row, kv_head, _, _ = indices
-        return extra[0] + 2 * ((row * strides[0] + kv_head * strides[1]) // strides[2] + slots)
-
-    @triton.jit
-    def weights_of_bytes(strides, slots, indices, extra):
-        ptrs = scales_at(slots, strides, indices, extra)
-        inside = slots < indices[3]
-        of_k, of_v = tl.load(ptrs, mask=inside, other=0.0), tl.load(ptrs + 1, mask=inside, other=1.0)
-        return of_k, tl.log2(of_v), 1.0 / of_v
-
-    @triton.jit
-    def queries_for_bytes(q, indices, extra, HEAD_DIM: tl.constexpr):
-        offs_d = tl.arange(0, q.shape[1])
-        centre = tl.load(extra[1] + indices[1] * HEAD_DIM + offs_d, mask=offs_d < HEAD_DIM, other=0.0)
-        shift = tl.sum(q * centre[None, :], 1)[:, None]
-        factor = tl.exp2(tl.ceil(tl.log2(tl.max(tl.abs(q), 1) + 1e-30)))[:, None]
-        return tl.split(tl.reshape(q / factor, [q.shape[0], q.shape[1] // 2, 2])), factor, shift
-
-    @triton.jit
-    def store_bytes(k, v, bases, strides, slot, mask, indices, extra, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
-        offs_d = tl.arange(0, k.shape[1])[None, :]
-        k_mask, v_mask = mask & (offs_d < HEAD_DIM), mask & (offs_d < VALUE_DIM)
-        k -= tl.load(extra[1] + indices[1] * HEAD_DIM + offs_d, mask=k_mask, other=0.0)
-        of_k, of_v = tl.max(tl.abs(k), 1)[:, None] / 127.0 + 1e-9, tl.max(tl.abs(v), 1)[:, None] / 127.0 + 1e-9
-        tl.store(bases[0] + slot * strides[0][2] + offs_d, tl.floor(k / of_k + 0.5).to(tl.int8), mask=k_mask)
-        tl.store(bases[1] + slot * strides[1][2] + offs_d, tl.floor(v / of_v + 0.5).to(tl.int8), mask=v_mask)
-        ptrs = scales_at(slot, strides[0], indices, extra)
-        tl.store(ptrs, of_k, mask=mask)
-        tl.store(ptrs + 1, of_v, mask=mask)
 else:
-    load_negated = load_bytes = weights_of_bytes = queries_for_bytes = store_bytes = object()
-
-
-def unpack_bytes(kv):
-    k, v = kv.k * kv.scales[..., :1] + kv.centre[:, None], kv.v * kv.scales[..., 1:]
-    return k, v
-
-
-def pack_bytes(kv, k, v, slots):
-    k = k - kv.centre[:, None]
-    scales = torch.stack([x.abs().amax(-1) / 127 + 1e-9 for x in (k, v)], -1)
-    for row, token in ((slots >= 0) & (slots < kv.sizes.kv_len)).nonzero().tolist():
-        of, slot = scales[row, :, token], int(slots[row, token])
-        for x, states, scale in ((kv.k, k, of[:, :1]), (kv.v, v, of[:, 1:])):
-            x[row, :, slot] = (states[row, :, token] / scale + 0.5).floor().to(torch.int8)
-        kv.scales[row, :, slot] = of
-
-
-def check_bytes(q, kv):
-    if kv.k.dtype != torch.int8 or q.dtype != torch.float32 or kv.scales is None or kv.centre is None:
-        raise TypeError(f"K of int8 with scales and a centre, and queries of float32 are read; got {kv.k.dtype} and {q.dtype}.")
+    load_negated = object()
 
 
 NEGATED = Form("negated V", load_v=load_negated, unpack=lambda kv: (kv.k, -kv.v))
 PAGED = paged.FORMS[PAGE]
-EIGHT_BITS = {"store": store_bytes, "pack": pack_bytes, "queries": queries_for_bytes, "weights": weights_of_bytes, "parts": 2}
-EIGHT_BITS["bytes_per_token"] = lambda k, v: len(k) * k.shape[1] * (k.shape[3] + v.shape[3] + 8)
-BYTES = Form("int8", load_bytes, load_bytes, unpack_bytes, check_bytes, **EIGHT_BITS)
+BYTES = eight_bits.forms()["int8"]  # tests/test_kv_dtype.py has what it computes
 # V is the first half of K.
 HALF = {"sizes": lambda kv: Sizes(*kv.k.shape, kv.k.shape[3] // 2)}
 LATENT = Form("latent", unpack=lambda kv: (kv.k, kv.v[..., : kv.sizes.value_dim]), **HALF)
@@ -109,7 +46,6 @@ WIDE = Case(**FEW, q_len=2, kv_len=50, head_dim=320, value_dim=24)
 CASES = [
     *((NEGATED, case) for case in (SOME, WIDE)),
     *((PAGED, case) for case in (RAGGED, MANY, FIRST, WIDE)),
-    *((BYTES, case) for case in (RAGGED, SOME, FIRST)),
     *((LATENT, case) for case in (SOME, WIDE)),
 ]
 
@@ -121,14 +57,6 @@ def shown(form: Form, x) -> tuple[KV, KV]:
     if form is LATENT:
         return KV(x.k, x.k, form), KV(x.k, x.k[..., : x.k.shape[3] // 2].contiguous())
     batch, heads, kv_len, _ = x.k.shape
-    if form is BYTES:  # a part of longer buffers, in which tokens without values have scales without values
-        k, v = (torch.zeros(batch, heads, kv_len + 9, t.shape[3], dtype=torch.int8, device=t.device) for t in (x.k, x.v))
-        scales = torch.full((batch, heads, kv_len + 9, 2), float("nan"), device=k.device)
-        live, centre = x.k.isfinite().all(-1), 10 * torch.randn(heads, k.shape[3], device=k.device)
-        kv = KV(*(t[:, :, 4:-5] for t in (k, v)), form, scales[:, :, 4:-5], centre)
-        pack_bytes(kv, x.k.nan_to_num(), x.v.nan_to_num(), torch.arange(kv_len, device=k.device).expand(batch, -1))
-        kv.scales[~live] = float("nan")
-        return kv, KV(*unpack_bytes(kv))
     pages = -(-kv_len // PAGE) + 1  # the last is missing
     table = torch.randperm(batch * pages + 3, device=x.k.device)[: batch * pages].view(batch, pages).int()
     pool = [x.k.new_full((batch * pages + 3, PAGE, heads, t.shape[3]), float("nan")).transpose(1, 2) for t in (x.k, x.v)]
@@ -170,43 +98,35 @@ def new_tokens(tokens, device):
     return k, v, torch.tensor([30, 46], device=device)
 
 
-def stored(form: Form, device) -> KV:
-    """Empty K and V of two rows of 48 slots, with a head_dim of 24 and 16."""
-    shapes = [(7, 2, PAGE, dim) if form is PAGED else (2, 2, 48, dim) for dim in (24, 16)]
-    k, v = (torch.zeros(shape, dtype=torch.int8 if form is BYTES else torch.float32, device=device) for shape in shapes)
-    if form is PAGED:
-        return KV(k, v, form, pages=torch.tensor([[6, 2, -1], [0, 5, 1]], dtype=torch.int32, device=device))
-    return KV(k, v, form, torch.zeros(2, 2, 48, 2, device=device), torch.randn(2, 24, device=device))
+def stored(device) -> KV:
+    """Empty pages of two rows of 48 slots, with a head_dim of 24 and 16."""
+    k, v = (torch.zeros(7, 2, PAGE, dim, device=device) for dim in (24, 16))
+    return KV(k, v, PAGED, pages=torch.tensor([[6, 2, -1], [0, 5, 1]], dtype=torch.int32, device=device))
 
 
 def check_stored(kv, k, v, first):
-    """Tokens past the end and in missing pages are not written, and the others nearly as they are."""
+    """Tokens past the end and in missing pages are not written."""
     expected = [torch.zeros(2, 2, 48, dim, device=k.device) for dim in (24, 16)]
-    expected[0] += 0 if kv.centre is None else kv.centre[:, None]
     for row, slot in enumerate(first.tolist()):
         for token in range(k.shape[2]):
-            if slot + token < (32 if row == 0 and kv.pages is not None else 48):
+            if slot + token < (32 if row == 0 else 48):
                 expected[0][row, :, slot + token], expected[1][row, :, slot + token] = k[row, :, token], v[row, :, token]
-    if kv.pages is not None:
-        kv = kv._replace(pages=kv.pages.where(kv.pages >= 0, 3))  # an empty page
-    scales = 0 if kv.scales is None else kv.scales.amax()  # codes of tokens that fit differ by at most half of a scale
-    for found, wanted in zip(kv.plain(), expected, strict=True):
-        assert float((found - wanted).abs().max()) <= 0.51 * float(scales)
+    kv = kv._replace(pages=kv.pages.where(kv.pages >= 0, 3))  # an empty page
+    assert all(map(torch.equal, kv.plain(), expected))
 
 
-@pytest.mark.parametrize("form", [PAGED, BYTES], ids=lambda form: form.name)
 @pytest.mark.parametrize("each", [False, True])
-def test_tokens_are_appended_in_a_form(form, each, device):
-    kv, (k, v, first) = stored(form, device), new_tokens(4, device)
+def test_tokens_are_appended_in_a_form(each, device):
+    kv, (k, v, first) = stored(device), new_tokens(4, device)
     append(kv, k, v, torch.arange(30, 34, device=device)[None] if each else first)
     check_stored(kv, k, v, first[:1].expand(2) if each else first)
 
 
-@pytest.mark.parametrize("form", test_kernels.here(PAGED, BYTES), ids=lambda form: form.name)
+@pytest.mark.parametrize("form", test_kernels.here(PAGED), ids=lambda form: form.name)
 def test_a_rotation_appends_in_a_form(form, device):
     from hf_fastattn.kernels.decode import rope
 
-    kv, (k, v, first) = stored(form, device), new_tokens(3, device)
+    kv, (k, v, first) = stored(device), new_tokens(3, device)
     cos, sin = torch.randn(2, 2, 3, 24, device=device)
     rotation = rope.rotation(k, k, cos, sin, (False,) * 5)
     rotation.launch(kv, v, first)
@@ -216,8 +136,8 @@ def test_a_rotation_appends_in_a_form(form, device):
 def test_sizes_and_bytes_of_a_token():
     k, v = torch.zeros(2, 3, 5, 24, dtype=torch.float16), torch.zeros(2, 3, 5, 16, dtype=torch.float32)
     assert KV(k, v).sizes == (2, 3, 5, 24, 16) and PLAIN.bytes_per_token(k, v) == bytes_per_token(k, v) == 2 * 3 * (48 + 64)
-    assert BYTES.bytes_per_token(k, v) == 2 * 3 * (24 + 16 + 8)
-    assert stored(PAGED, "cpu").sizes == (2, 2, 48, 24, 16) and KV(k, k, LATENT).sizes == (2, 3, 5, 24, 12)
+    assert BYTES.bytes_per_token(k, v) == 2 * 3 * (24 + 16 + 4)
+    assert stored("cpu").sizes == (2, 2, 48, 24, 16) and KV(k, k, LATENT).sizes == (2, 3, 5, 24, 12)
 
 
 def test_what_no_kernel_can_read_or_append_is_refused(device):
@@ -226,7 +146,6 @@ def test_what_no_kernel_can_read_or_append_is_refused(device):
     k, scales = torch.zeros(x.k.shape, dtype=torch.int8, device=device), torch.ones(2, device=device).expand(2, 2)[:, :1]
     odd = x.q[..., :31].contiguous()
     cases = [
-        (x.q, KV(x.k, x.v, BYTES), TypeError, "K of int8"),
         (x.q, KV(x.k, x.v, Form("half", load_v=load_negated)), ValueError, "'half' of K and V has no unpack"),
         (x.q, KV(x.k, x.v, NEGATED, scales.T), ValueError, r"scales of K and V must have stride\(-1\) == 1 and be on"),
         (x.q.double(), KV(x.k, x.v, NEGATED), TypeError, "float64"),
