@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 import hf_fastattn
 from hf_fastattn import hf
+from hf_fastattn.caches.states import HybridStorage
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.kernels import states as twin
 from hf_fastattn.kernels.host.gpu import Target
@@ -27,7 +28,7 @@ from hf_fastattn.patches.fused import norms as fuse
 
 if HAS_TRITON:
     from hf_fastattn.kernels.ahead.describe import describing
-    from hf_fastattn.kernels.decode import conv_update, gated_delta, gated_norm, selective
+    from hf_fastattn.kernels.decode import conv_update, gated_delta, gated_norm, reorder, selective
 
 pytestmark = pytest.mark.usefixtures("seeded_without_gradients")
 
@@ -349,3 +350,31 @@ def test_patch_fuses_the_linear_layers_and_unpatch_restores_them():
             assert torch.equal(model.generate(**ids), expected)
         assert launches.count["selective_kernel"] == 2  # the prompt runs the model's own code
     assert not any(map(subclass.is_fused, model.modules()))
+
+
+@runs_kernels
+@pytest.mark.parametrize("rows", [2, 5])
+def test_rows_of_states_are_permuted_in_place_by_a_launch_for_each_shape(rows, monkeypatch):
+    kinds = [hf.Kind("state", states=1), hf.Kind("both", states=1), hf.Kind("full"), hf.Kind("none"), hf.Kind("state", states=2)]
+    storage, launches = HybridStorage(kinds, 40), []
+    for index in (1, 2):
+        storage.layers[index].update(*torch.randn(2, rows, 2, 30, 16, device=DEVICE))
+    for index, number in ((0, 0), (1, 0), (4, 0), (4, 1)):
+        storage.layers[index].put(f"conv.{number}", torch.randn(rows, 24, 4, device=DEVICE))
+        storage.layers[index].put(f"recurrent.{number}", torch.randn(rows, 2, 8, 10, device=DEVICE))
+    run = reorder.reorder
+    monkeypatch.setattr(reorder, "reorder", lambda *given: launches.append(len(given[0])) or run(*given))
+    order = torch.randint(rows, (rows, 7), dtype=torch.int32, device=DEVICE)[:, 3]  # as beam search does
+    parts = [*storage.memory()]
+    before, version = [part.tensor.clone() for part in parts], storage.version
+    storage.reorder(order)
+    for part, held in zip(parts, before, strict=True):
+        live = slice(None) if part.slots is None else (slice(None), slice(None), slice(part.slots))
+        assert torch.equal(part.tensor[live], held[order.long()][live]), part.name
+    assert launches == [4, 4, 4]  # K and V of two layers, convolutions, recurrences
+    assert storage.version == version
+    assert [part.tensor.data_ptr() for part in storage.memory()] == [part.tensor.data_ptr() for part in parts]
+    held = torch.randn(rows * 96 + 1, device=DEVICE)[1:].view(rows, 24, 4)  # its address is no multiple of 16
+    storage.layers[0].conv_states[0], content = held, held.clone()
+    storage.reorder(order)
+    assert torch.equal(held, content[order.long()])

@@ -52,9 +52,9 @@ LISTED = {
 }
 # Of a hybrid, for an H100, and the kernels of its linear layers.
 OF_HYBRIDS = {
-    "Qwen3.5 0.8B": (74, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
-    "Falcon-H1 0.5B": (81, {"conv_update_kernel", "selective_kernel"}),
-    "LFM2 1.2B": (66, {"conv_update_kernel"}),
+    "Qwen3.5 0.8B": (80, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
+    "Falcon-H1 0.5B": (87, {"conv_update_kernel", "selective_kernel"}),
+    "LFM2 1.2B": (69, {"conv_update_kernel"}),
     "Gemma 3n E2B": (87, set()),
 }
 STEPS = {"conv_update_kernel", "gated_delta_kernel", "selective_kernel", "gated_norm_kernel"}

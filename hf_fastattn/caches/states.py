@@ -6,7 +6,8 @@ permuted, and a tensor that is replaced gives the storage a new version.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .contract import CHANGE_ROWS
 from .layers import Layer, Track
 from .storage import PreallocatedStorage
 
+WIDTH = 128  # elements of a slot in which rows of a state are permuted
 NO_CROP = (
     "This cache has recurrent states, from which no token can be removed: crop() and assisted decoding cannot run. Leave out "
     "assistant_model and prompt_lookup_num_tokens, or call reset() and read the text again."
@@ -123,6 +125,14 @@ class States(hf.LinearAttentionLayer):
                 if tensor is not None:
                     held[number] = selected(tensor, indices)
 
+    def in_slots(self, rows: int) -> list[torch.Tensor] | None:
+        """The states as K and V of one head, (rows, 1, slots, width), for `decode.reorder`. None if they are of other rows, or if
+        the user has put a part of another tensor in the place of one."""
+        states = [part.tensor for part in self.state_parts()]
+        if any(len(x) != rows or not x.is_contiguous() or x.data_ptr() % 16 for x in states):
+            return None
+        return [x.view(rows, 1, -1, math.gcd(x[0].numel(), WIDTH)) for x in states]
+
     def reset(self) -> None:
         super().reset()
         self.fresh, self.whole = set(range(self.number_of_states)), False
@@ -208,15 +218,17 @@ class HybridStorage(PreallocatedStorage):
 
     def select(self, indices: torch.Tensor) -> None:
         super().select(indices)
-        self._select_states(indices)
-
-    def reorder(self, index: torch.Tensor) -> None:
-        super().reorder(index)
-        self._select_states(index)
-
-    def _select_states(self, indices: torch.Tensor) -> None:
         for layer in self.with_states:
             layer.select_states(indices)
+
+    def movable(self, index: torch.Tensor, fits: Callable[[torch.Tensor], bool]) -> list[tuple[torch.Tensor, int]]:
+        found = super().movable(index, fits)
+        for layer in self.with_states:
+            if (slots := layer.in_slots(len(index))) is None or not all(map(fits, slots)):
+                layer.select_states(index)
+            else:
+                found += [(state, state.shape[2]) for state in slots]
+        return found
 
     def crop(self, tokens: int) -> None:
         if not self.can_undo:

@@ -106,18 +106,14 @@ class PreallocatedStorage(Storage):
             layer.reset()
 
     def reorder(self, index: torch.Tensor) -> None:
-        """Permute all buffers in place, in one launch: copies of each and back would take more launches and twice the traffic."""
+        """Permute all buffers in place, those of one shape in one launch: copies of each and back would take more launches and
+        twice the traffic."""
         from ..kernels.decode import reorder as kernel
 
         groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-        for layer in self.counted:
-            movable = layer.movable()
-            if layer.slots is None or layer.batch_size != len(index) or not all(kernel.fits(x) for x, _ in movable):
-                layer.select(index)
-                continue
-            for buffer, live in movable if layer.slots else ():
-                kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
-                groups.setdefault(kind, []).append(buffer)
+        for buffer, live in self.movable(index, kernel.fits):
+            kind = live, buffer.shape, buffer.stride(), buffer.dtype, buffer.device
+            groups.setdefault(kind, []).append(buffer)
         old, self.tables = self.tables, {}
         for (live, *_), buffers in groups.items():
             addresses = tuple(buffer.data_ptr() for buffer in buffers)
@@ -125,6 +121,17 @@ class PreallocatedStorage(Storage):
             table = torch.tensor(addresses, device=buffers[0].device) if table is None else table
             self.tables[addresses] = table
             kernel.reorder(table, buffers[0], live, index.to(buffers[0].device))
+
+    def movable(self, index: torch.Tensor, fits: Callable[[torch.Tensor], bool]) -> list[tuple[torch.Tensor, int]]:
+        """The buffers that a kernel permutes, with their live slots, as `Layer.movable`. The rows of others are permuted here."""
+        found: list[tuple[torch.Tensor, int]] = []
+        for layer in self.counted:
+            movable = layer.movable()
+            if layer.slots is None or layer.batch_size != len(index) or not all(fits(x) for x, _ in movable):
+                layer.select(index)
+            else:
+                found += [(buffer, live) for buffer, live in movable if live]
+        return found
 
     def select(self, indices: torch.Tensor) -> None:
         for layer in self.counted:
