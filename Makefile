@@ -42,6 +42,7 @@ KERNELS := tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py test
 	tests/test_merged.py tests/test_experts.py tests/test_route.py tests/test_shares.py \
 	tests/test_exchange_kernels.py tests/test_ranks_sums.py tests/test_training_kernels.py tests/test_dropout.py \
 	tests/test_paged_kernels.py tests/test_linear_layers.py tests/test_sample.py \
+	tests/test_linear.py::test_the_kernel_of_a_step_is_its_specification \
 	tests/test_alibi.py::test_a_bias_of_keys_is_one_more_dimension \
 	tests/test_context_parallel.py::test_results_of_ranks_are_merged_as_by_merge \
 	tests/test_context_parallel.py::test_the_kernel_computes_the_spans_of_a_part \

@@ -19,10 +19,12 @@ import time
 
 import torch
 
-import hf_fastattn
 from hf_fastattn.attention.linear import map_of, teaching
+from hf_fastattn.distillation import distill, load_distilled
 from hf_fastattn.kernels import KV, Spec
 from hf_fastattn.kernels.linear_attention import MAPS, attend, features, num_features, step, weights
+from hf_fastattn.patches import patch
+from hf_fastattn.registry import get
 
 from .kv_dtype import load
 from .results import Results, add_options, command, conditions, find_device, listed, progress
@@ -39,7 +41,7 @@ FIRST = 16  # keys, from which on a query counts for monotonicity
 def decode(results: Results, lengths: list[int], device: torch.device, heads: int, kv_heads: int, head_dim: int) -> None:
     """A row for each length: microseconds of one row and layer, and bytes that it reads."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    lean = hf_fastattn.get("lean")
+    lean = get("lean")
     made = torch.Generator(device).manual_seed(0)
 
     def new(*shape: int) -> torch.Tensor:
@@ -176,11 +178,11 @@ def checkpoint(results: Results, args: argparse.Namespace, device: torch.device)
     held = every[cut:][: args.rows * width].view(args.rows, width)
     steps = [every[:cut][i * width :][:width][None] for i in torch.linspace(0, cut // width - 1, args.steps).long().tolist()]
     maps(results, model, held[:1], ["softmax", *MAPS], "before")
-    hf_fastattn.distill(model, steps[:1], tokens=1, learning_rate=0.0)  # the map as it begins
+    distill(model, steps[:1], tokens=1, learning_rate=0.0)  # the map as it begins
     for name in ("softmax", *MAPS):
         perplexity(results, model, held, name, "before")
     began = time.perf_counter()
-    losses = hf_fastattn.distill(model, steps, tokens=width)
+    losses = distill(model, steps, tokens=width)
     mean = {"first": sum(losses[:5]) / len(losses[:5]), "last": sum(losses[-5:]) / len(losses[-5:])}
     row = {"part": "distill", "steps": len(steps), "tokens": width, "loss": mean, "seconds": time.perf_counter() - began}
     _add(results, row, f"distilled: loss {mean['first']:.3f} -> {mean['last']:.3f}")
@@ -188,9 +190,9 @@ def checkpoint(results: Results, args: argparse.Namespace, device: torch.device)
     perplexity(results, model, held, "hedgehog", "after")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = hf_fastattn.load_distilled(folder, dtype=model.dtype, device=device)
+        loaded = load_distilled(folder, dtype=model.dtype, device=device)
     given = held[:1, :32]
-    with hf_fastattn.patch(loaded, "linear", graph=device.type == "cuda"):
+    with patch(loaded, "linear", graph=device.type == "cuda"):
         made = loaded.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=24, do_sample=False)
     row = {"part": "sample", "prompt": tokenizer.decode(given[0]), "generated": tokenizer.decode(made[0, 32:])}
     _add(results, row, f"generated: {row['generated']!r}")

@@ -43,6 +43,7 @@ from hf_fastattn.kernels.decode import (  # noqa: E402
     gather_heads,
     linear,
     linear_rows,
+    linear_state,
     merge_ranks,
     reorder,
     ring,
@@ -603,6 +604,11 @@ def _gated_norm(size=128, groups=1, **options):
     assert gated_norm.run(x, x, x[0], 1e-6, options.get("first", False), options.get("late", False), groups) is not None
 
 
+def _linear_state(features=256, dim=128, group=4):
+    fq, z, v = torch.zeros(2, 8 * group, features), torch.zeros(2, 8, features), new(2, 8, dim)
+    linear_state.linear_state(fq, z, v, torch.zeros(2, 8, features, dim), z)
+
+
 SMALL = {
     "conv_update": (conv_update, _conv),
     "conv_update, of gates": (conv_update, lambda: _conv(True)),
@@ -614,6 +620,8 @@ SMALL = {
     "selective, many rows": (selective, lambda: _selective(64)),
     "selective, wide": (selective, lambda: _selective(64, 128, 256, gated=True)),
     "selective, fp32": (selective, lambda: _selective(dtype=torch.float32)),
+    "linear_state": (linear_state, _linear_state),
+    "linear_state, wide": (linear_state, lambda: _linear_state(8385, 80, 5)),
     "gated_norm": (gated_norm, _gated_norm),
     "gated_norm, of groups": (gated_norm, lambda: _gated_norm(8192, 8, first=True, late=True)),
     "append": (append, _append),

@@ -1,10 +1,10 @@
-"""The step of linear attention in one launch, with one pass over the state, in place.
+"""The step of linear attention in two launches, with one pass over the state, in place.
 
     U = U + phi(k) v^T;  z = z + phi(k);  out = phi(q) U / (phi(q) . z), or 0 where the denominator is 0
 
-A program has the state of a row and KV head, which it reads in blocks of features, and serves all query heads of this KV head.
-So it is read and written once, and no two programs share z. Rows and KV heads alone fill a GPU: with few of them the step of a
-map with thousands of features ("taylor") is bound by the memory that one multiprocessor can read.
+A program has BLOCK_D columns of the state of a row and KV head, which it reads in blocks of features, and serves all query heads
+of this KV head: the state is read and written once. All programs of a KV head read z, so the first launch, an addition of torch,
+has changed it before.
 
 Rounds: out to its dtype; all else is fp32. Limits: `why_not`.
 Oracle: `kernels.linear_attention.step`.
@@ -20,7 +20,8 @@ from .. import checks
 from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 
-AT_ONCE = 8192  # products of a block of features: query heads x features x value_dim
+COLUMNS = 32  # of a program at most
+AT_ONCE = 8192  # products of a block of features: query heads x features x columns
 
 
 @triton.jit
@@ -29,16 +30,18 @@ def linear_state_kernel(
     Fk,  # (rows, kv_heads, FEATURES)
     V,  # (rows, kv_heads, DIM)
     U,  # (rows, kv_heads, FEATURES, DIM), read and written
-    Z,  # (rows, kv_heads, FEATURES), read and written
+    Z,  # (rows, kv_heads, FEATURES), with the new token
     Out,  # (rows, kv_heads * GROUP, DIM), written
     stride_vr, stride_vh, kv_heads,
     GROUP: tl.constexpr, FEATURES: tl.constexpr, DIM: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and KV head."""
-    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    """One program per BLOCK_D columns of the state of a row and KV head."""
+    blocks: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    row, kv_head = tl.program_id(1).to(tl.int64), tl.program_id(0) // blocks
     head = row * kv_heads + kv_head
-    offs_g, offs_f, offs_d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_D)
+    offs_g, offs_f = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_F)
+    offs_d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     in_g, in_d = offs_g < GROUP, offs_d < DIM
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
@@ -49,8 +52,7 @@ def linear_state_kernel(
         offs = first + offs_f
         in_f = offs < FEATURES
         fk = tl.load(Fk + head * FEATURES + offs, mask=in_f, other=0.0)
-        z = tl.load(Z + head * FEATURES + offs, mask=in_f, other=0.0) + fk
-        tl.store(Z + head * FEATURES + offs, z, mask=in_f)
+        z = tl.load(Z + head * FEATURES + offs, mask=in_f, other=0.0)
         states = U + (head * FEATURES + offs[:, None]) * DIM + offs_d[None, :]
         mask = in_f[:, None] & in_d[None, :]
         u = tl.load(states, mask=mask, other=0.0) + fk[:, None] * wide[None, :]
@@ -86,7 +88,9 @@ def linear_state(fq: torch.Tensor, fk: torch.Tensor, v: torch.Tensor, u: torch.T
     contiguous. Raises ValueError with the reason for other inputs.
     """
     out = torch.empty(*fq.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
-    _prepare((fq, fk, v, u, z))(fq, fk, v, u, z, out)
+    launch_step = _prepare((fq, fk, v, u, z))  # which may refuse
+    z.add_(fk)
+    launch_step(fq, fk, v, u, z, out)
     return out
 
 
@@ -97,10 +101,10 @@ def _prepare(tensors: tuple[torch.Tensor, ...]) -> launch.Launch:
         raise ValueError(reason)
     rows, kv_heads, features, dim = u.shape
     group = fq.shape[1] // kv_heads
-    block_g, block_d = (triton.next_power_of_2(size) for size in (group, dim))
+    block_g, block_d = triton.next_power_of_2(group), min(triton.next_power_of_2(dim), COLUMNS)
     return launch.Launch(
         linear_state_kernel,
-        (kv_heads, rows),
+        (kv_heads * triton.cdiv(dim, block_d), rows),
         stride_vr=v.stride(0),
         stride_vh=v.stride(1),
         kv_heads=kv_heads,
@@ -111,5 +115,5 @@ def _prepare(tensors: tuple[torch.Tensor, ...]) -> launch.Launch:
         BLOCK_F=max(1, min(triton.next_power_of_2(features), AT_ONCE // (block_g * block_d))),
         BLOCK_D=block_d,
         **early(u.device),
-        num_warps=8,
+        num_warps=4,
     )
