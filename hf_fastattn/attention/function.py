@@ -52,11 +52,9 @@ def attention_forward(
         mask = packed.of_prompts(backend, mask, prompts, query)
     if (rows := steps.ragged()) is not None:
         rows.check(mask)
+    refuse.bias(name, key_bias, backend.streaming, compiling or rows is not None)
     if not compiling:
         refuse.other_than_pages(key, value)
-    if key_bias is not None:
-        refuse.bias(name, backend.streaming, compiling or rows is not None)
-    if not compiling and hf.asks_for_weights():
         refuse.weights(name)
     if backend.linear:
         refused: dict[str, object] = {

@@ -100,9 +100,9 @@ def other_forms(name: str, kv: KV, biased: bool) -> None:
         )
 
 
-def bias(name: str, streaming: bool, elsewhere: bool) -> None:
+def bias(name: str, key_bias: torch.Tensor | None, streaming: bool, elsewhere: bool) -> None:
     """Raise ValueError for a bias of keys that is not supported. elsewhere: in a compiled graph or in generate_batch()."""
-    if streaming or elsewhere:
+    if key_bias is not None and (streaming or elsewhere):
         why = (
             "drops tokens whose biases it would need"
             if streaming
@@ -120,10 +120,12 @@ def _carries_tensor(value: object) -> bool:
 
 
 def weights(name: str) -> None:
-    raise ValueError(
-        f"{name!r} never forms the attention weights that output_attentions=True requests. "
-        'Load the model with attn_implementation="eager" to get them.'
-    )
+    """Raise ValueError if the caller asks for attention weights."""
+    if hf.asks_for_weights():
+        raise ValueError(
+            f"{name!r} never forms the attention weights that output_attentions=True requests. "
+            'Load the model with attn_implementation="eager" to get them.'
+        )
 
 
 def other_than_pages(key: torch.Tensor, value: torch.Tensor) -> None:
