@@ -134,7 +134,7 @@ class LinearCache(PreallocatedCache):
         """Read a cache written by save(), as PreallocatedCache.load; capacity and grow have no effect."""
         cache, devices = cls(model), hf.layer_devices(model)
         layers = cache.storage.layers
-        seen, _, states = saved.read(path, [hf.Kind("state", states=2)] * len(layers), model)
+        seen, _, _, states = saved.read(path, [hf.Kind("state", states=2)] * len(layers), model)
         for layer in layers:
             each = [states[layer.index][name] for name in layer.names]
             layer.put([x.to(devices.get(layer.index, x.device)) for x in each])
