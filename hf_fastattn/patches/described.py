@@ -18,6 +18,7 @@ from ..caches.layers import SLACK, round_up
 from ..caches.paged import BatchCache, PagedStorage, windows_of
 from ..caches.storage import PreallocatedStorage
 from ..kernels import eight_bits
+from ..kernels.ahead.describe import Unknown
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
@@ -100,15 +101,6 @@ def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
     return made.permute([order.index(dim) for dim in range(x.dim())])
 
 
-class _Unknown(torch.overrides.TorchFunctionMode):
-    """Within it a tensor without memory is False, as for models with linear layers, which ask whether a mask has no padding."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return False
-        return func(*args, **kwargs or {})
-
-
 class Forwards:
     """Forwards of a model on the meta device."""
 
@@ -141,7 +133,7 @@ class Forwards:
             storage.sync(ids.device, *several(ids))
             Entry(cache, state, inputs, point.tokens).body(model, model.__call__, storage, None)()
         else:
-            with _Unknown():
+            with Unknown():
                 model(**inputs)
         if not self.kv:
             self.kv = {layer.index: (layer.keys, layer.values) for layer in storage.counted}
