@@ -159,7 +159,6 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     '"sdpa"': lambda: hf_fastattn.patch(tiny("llama"), "sdpa"),
     "another backend than": lambda: hf_fastattn.patch(tiny("llama"), "fa2", kv_dtype="int8"),
     "all have a window": lambda: hf_fastattn.patch(tiny("mistral", sliding_window=16), kv_dtype="int8"),
-    "cache in 8 bits": lambda: hf_fastattn.PreallocatedCache(tiny("llama"), kv_dtype="int8").save("cache", tiny("llama")),
     'kv_sharding="sequence"': lambda: hf_fastattn.patch(tiny("llama"), kv_sharding="sequence"),
     "peer_memory": lambda: hf_fastattn.patch(tiny("llama"), peer_memory=True),
     "ring_attention": lambda: ring_attention(*[torch.zeros(SHAPE, requires_grad=True)] * 3),
