@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import gc
 
 import fake_graph
 import pytest
 import torch
-from models import FAMILIES, PADDINGS, family, generate, prompts, tiny
+from models import PADDINGS, generate, prompts, tiny
 from test_batch import ALL
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 import hf_fastattn
-from hf_fastattn import PagedCache, PreallocatedCache, hf
-from hf_fastattn.caches import paged_cache
+from hf_fastattn import PagedCache, hf
 from hf_fastattn.hf.version import number_of
 
 WINDOWED = "gemma2"  # one layer of each kind
@@ -76,3 +75,59 @@ def test_modes(name, graph, monkeypatch):
     cases = [(prompts(padding, "cpu", rows=1 if mode == "lookup" else 3), MODES[mode]) for padding in PADDINGS for mode in MODES]
     _, patch = check(model, cases, 16)
     assert not graph or (patch.replays and not patch.reasons)
+
+
+def test_a_prompt_of_several_rows_is_stored_once(monkeypatch):
+    """Eight rows of one prompt: its whole pages once, and in each row the last page of the prompt and those of its own."""
+    model, size = eager("llama"), 16
+    inputs = {name: x[:1, :88] for name, x in prompts("no_padding", "cpu").items()}
+    read = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *given: read.append(given[2].shape[:2].numel()))
+    monkeypatch.setattr(hf, "is_inert_hook", lambda hook: True)
+    for options, most in (({"do_sample": True, "num_return_sequences": 8}, 8), ({"num_beams": 8}, 8)):
+        expected = generate(model, inputs, max_new_tokens=12, **options)
+        read.clear()
+        with hf_fastattn.patch(model):
+            cache = PagedCache(model, page_size=size)
+            assert torch.equal(generate(model, inputs, max_new_tokens=12, past_key_values=cache, **options), expected)
+        assert read[0] == 88
+        assert cache.pages_in_use <= 88 // size + most * 2
+        pool = cache.storage.pages.all
+        assert pool.count - 1 <= 88 // size + most * 3  # nor is there room for more
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("name", ["llama", WINDOWED])
+def test_turns_rows_and_crop(name, patched):
+    """The same changes of a cache as of a DynamicCache, one after the other, with the logits of eager attention."""
+    model = eager(name)
+    ids = prompts("no_padding", "cpu")["input_ids"]
+    steps = [
+        lambda cache: model(ids[:, :37], past_key_values=cache),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: model(ids[:, 37:39].repeat_interleave(2, 0), past_key_values=cache),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0, 5, 3, 2, 2])),
+        lambda cache: model(ids[:, 39:40].repeat(2, 1), past_key_values=cache),
+        lambda cache: cache.crop(-6),  # into the page that rows share
+        lambda cache: model(ids[:, 50:71].repeat(2, 1), past_key_values=cache),
+        lambda cache: cache.batch_select_indices(torch.tensor([4, 1])),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+        lambda cache: cache.crop(-10),
+        lambda cache: model(ids[:2, 70:96], past_key_values=cache),
+        lambda cache: model(ids[1:, :1], past_key_values=cache),
+    ]
+    with torch.no_grad():
+        stock = DynamicCache()  # of which all layers keep all tokens
+        expected = [step(stock) for step in steps]
+        model.set_attn_implementation("lean")
+        patch = hf_fastattn.patch(model) if patched else contextlib.nullcontext()
+        with patch:
+            cache = PagedCache(model, page_size=16)
+            for step, wanted in zip(steps, expected, strict=True):
+                found = step(cache)
+                if wanted is not None:
+                    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-3, atol=1e-3)
+            twin = copy.deepcopy(cache)
+            cache.reset()
+            assert not cache.pages_in_use and twin.pages_in_use == pages_of_tables(twin) > 0
+            assert twin.layers[0].keys.shape[2] == twin.get_seq_length() == stock.get_seq_length()

@@ -69,8 +69,9 @@ class Step:
     mode: where tokens are counted. q_len: new tokens of each row. mask: the mask that the cache has built for several tokens,
     None if the model's mask is used. asked: whether the model has requested the mask. written: bit mask of the layers that have
     stored the new tokens. plan: further data of the storage for its layers. kv: the KV of the layer written last, if kernels need
-    more than the tensors that its update() returned. shown: these tensors, if they are not k and v of `kv`; they hold NaN. packed: how prompts are read as one row, if they are. ragged: what queries
-    see whose rows have lengths of their own. cache: a weak reference to the cache of a model's forward.
+    more than the tensors that its update() returned. shown: these tensors, if they are not k and v of `kv`; they hold NaN.
+    packed: how prompts are read as one row, if they are. ragged: what queries see whose rows have lengths of their
+    own. cache: a weak reference to the cache of a model's forward.
     """
 
     def __init__(self, storage: object, mode: str = EAGER, model: torch.nn.Module | None = None):

@@ -24,6 +24,7 @@ from ..caches.eight_bits import storage_of
 from ..caches.layers import KEEP as KEPT
 from ..caches.layers import SLACK, round_up
 from ..caches.paged import BatchCache, PagedStorage, windows_of
+from ..caches.pages import SIZES
 from ..kernels import eight_bits
 from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
@@ -88,8 +89,8 @@ class Recipe(NamedTuple):
             )
         hf.refuse_states(model.config, "Kernels are known ahead for models with", "Leave this call out.")
         page = job.SIZE if batch is True else int(batch)
-        if page and page not in job.SIZES:
-            raise ValueError(f"batch must be True or the tokens of a page, one of {job.SIZES}; got {batch!r}.")
+        if page and page not in SIZES:
+            raise ValueError(f"batch must be True or the tokens of a page, one of {SIZES}; got {batch!r}.")
         others = job.why_not_backend(backend)
         if page and (reason := job.why_not(model, hf.layer_kinds(model.config), others)) is not None:
             raise ValueError(f"generate_batch() cannot run this {type(model).__name__}: {reason}. Leave batch out.")
