@@ -11,7 +11,7 @@ from .. import hf, registry
 from ..attention.step import EAGER, Packed, Step
 from ..kernels.spec import KV
 from .buffers import UNKNOWN, Pair, describe, layout
-from .layers import KEEP, Layer, Track, refuse_unless_fits
+from .layers import KEEP, Layer, Track
 from .paged import cast
 
 if TYPE_CHECKING:
@@ -64,9 +64,6 @@ class TableLayer(Layer):
     def resize(self, held: Sequence[torch.Tensor]) -> None:
         """Make room for all pages of the pool. held: those that there are."""
         count, size = self.owner.pages.each[self.table].count, self.owner.pages.size
-        layers = [layer for layer in self.owner.layers if layer.table == self.table and len(layer.buffers) < 2]
-        each = sum(x.shape[1] * x.shape[3] * x.itemsize for x in held)
-        refuse_unless_fits(count * size, max(1, len(layers)) * each, self.device)
         with torch.inference_mode(False), torch.no_grad():
             for index, old in enumerate(held):
                 new = old.new_zeros(count, old.shape[1], size, old.shape[3])
@@ -111,7 +108,7 @@ class TableLayer(Layer):
             if storage.seen:
                 raise ValueError(f"{reason}: it belongs to another model.")
             storage.forget()
-        storage.begin(rows, states[0].device)
+        storage.begin(rows, states[0].device, sum(x.shape[1] * x.shape[3] * x.itemsize for x in states))
         storage.make_ready(self.seen, q_len, source)
         if not self.is_initialized:
             self.lazy_initialization(*states)

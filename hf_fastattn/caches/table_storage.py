@@ -11,7 +11,7 @@ import torch
 from ..attention.step import Step
 from ..hf import Kind
 from .contract import CHANGE_ROWS
-from .layers import KEEP, Layer, Track, round_up
+from .layers import KEEP, Layer, Track, refuse_unless_fits, round_up
 from .paged import on_device, windows_of
 from .pages import Held, Pools
 from .storage import PreallocatedStorage
@@ -36,11 +36,12 @@ class TableStorage(PreallocatedStorage):
     def __init__(self, windows: Sequence[int | None], tokens: int, size: int, growable: bool):
         self.windows, self.fixed = windows_of(windows), not growable
         self.table_of = [*map(self.windows.index, windows)]
-        self.pages = Pools(size, self.windows, [-(-tokens // size) + 1] * len(self.windows))
+        self.start = -(-tokens // size)
+        self.pages = Pools(size, self.windows, [1] * len(self.windows))  # page 0 is no row's
         self.held: list[Held] = []
         self.tables_of_rows: Any = None
         self.room = self.kept = self.expected = self.writes = 0
-        self.permuted = False
+        self.permuted, self.bytes_of_token = False, 0
         self.forks: torch.Tensor | None = None
         super().__init__([Kind("full")] * len(windows), max(round_up(1), 4 * size))
 
@@ -66,8 +67,9 @@ class TableStorage(PreallocatedStorage):
 
     # ---- rows ----
 
-    def begin(self, rows: int, device: torch.device) -> None:
-        """Have tables for so many rows. Raises ValueError if it holds tokens of others."""
+    def begin(self, rows: int, device: torch.device, bytes_of_token: int) -> None:
+        """Have tables for so many rows. bytes_of_token: of a layer. Raises ValueError if it holds tokens of others."""
+        self.bytes_of_token = bytes_of_token
         if self.tables_of_rows is not None and self.tables_of_rows.device != device:
             raise ValueError(f"K and V in pages are on one device; got {device} and {self.tables_of_rows.device}. {OTHER}")
         if self.rows == rows:
@@ -184,16 +186,26 @@ class TableStorage(PreallocatedStorage):
         for index, (pool, lacks) in enumerate(zip(self.pages.each, need, strict=True)):
             if lacks <= pool.available:
                 continue
-            if self.fixed:
+            short = lacks - pool.available
+            if self.fixed and index == 0 and (pool.count > 1 or short > self.start):
+                there = max(self.start, pool.count - 1)
                 raise ValueError(
-                    f"This cache has {pool.count - 1} pages of {pool.size} tokens and was made with grow=False; {pool.in_use} "
-                    f"are in use, and {lacks} more are needed. Make it with a larger capacity, or leave grow=True."
+                    f"This cache has {there} pages of {pool.size} tokens and was made with grow=False; {pool.in_use} are in use, "
+                    f"and {lacks} more are needed. Make it with a larger capacity, or leave grow=True."
                 )
             # As many as the call can need at most, so that no step moves the pool; else a quarter more.
             more = later if pool.window is None else min(later, pool.needed(pool.window + KEEP) + 1)
-            pool.extend(lacks - pool.available + max(more * len(self.held), 0 if later else pool.count // 4))
-            for layer in self.layers:
-                if layer.table == index and layer.buffers:
+            spare = more * len(self.held) if later else pool.count // 4
+            if index == 0 and self.fixed:
+                spare = 0
+            added = max(short + spare, self.start if index == 0 and pool.count == 1 else 0)
+            layers = [layer for layer in self.layers if layer.table == index]
+            each, device = len(layers) * self.bytes_of_token, self.tables_of_rows.device
+            held = sum(part.tensor.nbytes for layer in layers for part in layer.parts())
+            refuse_unless_fits((pool.count + added) * pool.size, each, device, held)
+            pool.extend(added)
+            for layer in layers:
+                if layer.buffers:
                     self.track.version += 1
                     layer.resize([*layer.buffers])
 
