@@ -230,3 +230,45 @@ def test_calls_that_are_refused():
             other(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="reads padding as text"):
             generate(model, prompts("left_padding", "cpu"), cache_implementation="paged", max_new_tokens=3)
+
+
+def test_an_interrupted_forward_and_an_undone_patch():
+    model = tiny("llama", "eager")
+    inputs = prompts("left_padding", "cpu")
+    wanted = generate(model, inputs, max_new_tokens=8)
+    turn = {"input_ids": wanted, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 8), value=1)}
+    later = generate(model, turn, max_new_tokens=8)
+    with hf_fastattn.patch(model):
+        cache = PagedCache(model, page_size=16)
+        with torch.inference_mode():
+            generate(model, inputs, max_new_tokens=2, past_key_values=cache)
+
+        def interrupt(*given):
+            raise KeyboardInterrupt
+
+        hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, turn, max_new_tokens=2, past_key_values=cache)
+        hook.remove()
+        longer = {"input_ids": later, "attention_mask": torch.nn.functional.pad(turn["attention_mask"], (0, 8), value=1)}
+        with pytest.raises(ValueError, match="now lack tokens"):
+            generate(model, longer, max_new_tokens=2, past_key_values=cache)
+        cache.reset()
+        assert torch.equal(generate(model, inputs, max_new_tokens=8, past_key_values=cache), wanted)
+    for attention in ("sdpa", "lean"):  # which read copies
+        model.set_attn_implementation(attention)
+        assert torch.equal(generate(model, turn, max_new_tokens=8, past_key_values=copy.deepcopy(cache)), later)
+
+
+@torch.no_grad()
+def test_a_mask_of_the_caller():
+    """A 4-D mask has as many columns as there are tokens, and the last page may have more slots."""
+    model = tiny("llama", "eager")
+    ids, mask = prompts("no_padding", "cpu")["input_ids"], torch.full((3, 1, 4, 54), torch.finfo(torch.float32).min).triu(51)
+    mask[:, :, :, 7] = mask[0, 0, 0, -1]
+    expected = model(ids[:, 50:54], attention_mask=mask.clone(), past_key_values=model(ids[:, :50]).past_key_values).logits
+    with hf_fastattn.patch(model):
+        cache = PagedCache(model, page_size=16)
+        model(ids[:, :50], past_key_values=cache)
+        found = model(ids[:, 50:54], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
