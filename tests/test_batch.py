@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import types
 
@@ -482,9 +483,10 @@ class Counts(TorchDispatchMode):
 
 
 def test_a_step_costs_the_host_the_same_for_any_number_of_rows():
-    """Tables, lengths and ids are on the device: a step in which no row begins a page, ends or comes launches a handful."""
+    """Tables, lengths and ids are on the device: a step in which no row begins a page, ends or comes launches a handful, and
+    calls a few functions for each row: at 256 rows 0.2 ms of a CPU, where 0.6 are the most."""
     model, found = tiny("llama", "eager"), []
-    for rows in (4, 64):
+    for rows in (4, 256):
         storage = paged.PagedStorage([None] * 2, [2 * rows + 1], 16, rows, 2, torch.device("cpu"))
         asked, settings = (
             job.asked_of(model, options(), {}),
@@ -502,6 +504,13 @@ def test_a_step_costs_the_host_the_same_for_any_number_of_rows():
         with Counts() as counts:
             made.step()
         found.append(counts.calls)
+        calls = []
+        sys.setprofile(lambda frame, event, argument, calls=calls: calls.append(event) if event.endswith("call") else None)
+        try:
+            made.step()
+        finally:
+            sys.setprofile(None)
+        assert len(calls) <= 300 + 8 * rows
     assert found[0] == found[1] <= 10
 
 

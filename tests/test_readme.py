@@ -118,6 +118,12 @@ def _batches(model, **options):
         model.generate_batch([[3, 4]], **options)
 
 
+def _paged_streaming():
+    model = tiny("llama")
+    with hf_fastattn.patch(model, "streaming", window=16):
+        _generate(model, past_key_values=hf_fastattn.PagedCache(model))
+
+
 def _manager():
     model = tiny("llama")
     with hf_fastattn.patch(model):
@@ -151,6 +157,8 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "without `patch()`": lambda: function.attention_forward("lean", None, *[torch.zeros(SHAPE)] * 3, None, cache=object()),
     "with beams": lambda: _batches(tiny("llama"), num_beams=2),
     "latent attention": lambda: _batches(tiny("deepseek_v3", **LATENT)),
+    "`PagedCache` of a model": lambda: hf_fastattn.PagedCache(tiny("deepseek_v3", **LATENT)),
+    "`PagedCache` with": lambda: _paged_streaming(),
     "a request of a manager": lambda: _manager(),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),

@@ -12,12 +12,11 @@ from .. import hf, registry
 from ..caches import paged
 from ..caches.layers import free_bytes
 from ..caches.paged import GROUP, PagedStorage, windows_of
-from ..caches.pages import Pool
+from ..caches.pages import SIZES, Pool
 from .loop import KEEP, Loop
 from .pick import Picker
 from .requests import BatchError, Row
 
-SIZES = (16, 32, 64, 128, 256)  # tokens of a page
 SIZE = 64
 MOST_ROWS = 256
 BUDGET = 8192  # tokens of prompts in a step

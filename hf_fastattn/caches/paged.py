@@ -284,8 +284,6 @@ def windows_of(layers: Sequence[int | None]) -> tuple[int | None, ...]:
 def why_not(config: Any, kinds: Sequence[Kind]) -> str | None:
     """Why K and V of a model cannot be in pages. config: that of the model. kinds: of its layers."""
     text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model, whose K and V of the encoder pages do not hold"
     if getattr(text, "qk_nope_head_dim", None):
         return "it caches latents (MLA), which pages do not hold yet"
     if getattr(text, "cross_attention_layers", None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
+SIZES = (16, 32, 64, 128, 256)  # tokens of a page
 Key = tuple[int, tuple[int, ...]]  # the page before, or -1, and the ids of a page
 Held = list[list[int]]  # the pages of a text in each pool, in order; 0 where no later query sees a page
 

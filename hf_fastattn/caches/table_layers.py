@@ -1,0 +1,190 @@
+"""The layers of a paged cache (`paged_cache`): pools of pages, which tables share out to rows (`table_storage`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import hf, registry
+from ..attention.step import EAGER, Packed, Step
+from ..kernels.spec import KV
+from .buffers import UNKNOWN, Pair, describe, layout
+from .layers import KEEP, Layer, Track
+from .paged import cast
+
+if TYPE_CHECKING:
+    from .table_storage import TableStorage
+
+AT_ONCE = 1 << 15  # tokens of a row in a launch that stores them, whose grid has at most 65,535
+
+
+class TableTrack(Track):
+    """The counts of all layers. capacity: number of tokens for which a table has entries."""
+
+    def grow(self, capacity: int) -> None:
+        storage: Any = None if self.storage is None else self.storage()
+        self.capacity = capacity
+        storage.make_tables(storage.rows)
+
+    def is_synced(self, device: torch.device, tokens: int) -> bool:
+        storage: Any = None if self.storage is None else self.storage()
+        return super().is_synced(device, tokens) and self.image[0] + tokens <= storage.room
+
+
+class TableLayer(Layer):
+    """K and V of one layer, (pages, num_kv_heads, page size, head_dim) each. table: the index of the table of its pages."""
+
+    def __init__(self, index: int, track: Track, table: int):
+        self.table = table
+        super().__init__(index, track)
+
+    @property
+    def owner(self) -> TableStorage:
+        storage: Any = None if self.track.storage is None else self.track.storage()
+        assert storage is not None  # its cache is in use
+        found: TableStorage = storage
+        return found
+
+    @property
+    def batch_size(self) -> int | None:
+        return self.owner.rows if self.buffers else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the pages for states of this shape, (any, num_kv_heads, any, head_dim)."""
+        self.buffers = []
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.resize([key_states[:0, :, :1], value_states[:0, :, :1]])
+        self.stored(self.owner.tables_of_rows[self.table])  # raises for what kernels do not read
+        with torch.inference_mode(False):  # what is shown in place of pages: who computes with it gets NaN
+            self.nothing = [x.new_full((1, x.shape[1], 1, x.shape[3]), torch.nan) for x in self.buffers]
+        self.is_initialized = True
+
+    def resize(self, held: Sequence[torch.Tensor]) -> None:
+        """Make room for all pages of the pool. held: those that there are."""
+        count, size = self.owner.pages.each[self.table].count, self.owner.pages.size
+        with torch.inference_mode(False), torch.no_grad():
+            for index, old in enumerate(held):
+                new = old.new_zeros(count, old.shape[1], size, old.shape[3])
+                new[: len(old)] = old
+                self.buffers[index : index + 1] = [new]
+
+    def stored(self, table: torch.Tensor) -> KV:
+        from ..kernels.paged import paged  # with Triton
+
+        keys, values = self.buffers
+        return paged(keys, values, table)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
+        from ..kernels.decode.append import append  # with Triton
+
+        track, q_len, storage = self.track, key_states.shape[2], self.owner
+        states = cast(key_states, value_states)
+        step = track.step
+        if step is not None and step.mode != EAGER:
+            self.mark_written(step)
+            if reason := self.why_other(*states):
+                raise RuntimeError(reason)
+            kv = self.stored(storage.tables_of_rows[self.table])
+            append(kv, *states, track.counts[:1])
+            return self._given(kv, step, track.capacity)
+        if step is not None and step.packed is not None:
+            self.scatter(step.packed, *states)
+            return states
+        self._begin(len(key_states), q_len, *states)
+        first, stop = not self.seen, self.seen + q_len
+        kv = self.stored(storage.table(self.table, stop, step))
+        for start in range(storage.skipped(self.table) if first else 0, q_len, AT_ONCE):
+            keys, values = (x[:, :, start : start + AT_ONCE] for x in states)
+            append(kv, keys, values, torch.full((1,), self.seen + start, device=self.device))
+        self.seen = stop
+        return states if first else self._given(kv, step, stop)
+
+    def _begin(self, rows: int, q_len: int, *states: torch.Tensor, source: list[int] | None = None) -> None:
+        """Make the cache ready for tokens of these rows."""
+        storage = self.owner
+        if self.is_initialized and (reason := self.why_other(*states)) is not None:
+            if storage.seen:
+                raise ValueError(f"{reason}: it belongs to another model.")
+            storage.forget()
+        storage.begin(rows, states[0].device, sum(x.shape[1] * x.shape[3] * x.itemsize for x in states))
+        storage.make_ready(self.seen, q_len, source)
+        if not self.is_initialized:
+            self.lazy_initialization(*states)
+        self.track.stale = True
+
+    def why_other(self, *states: torch.Tensor) -> str | None:
+        """Why these are not states of the model whose K and V it holds."""
+        if self.device == states[0].device and [layout(x)[1:] for x in states] == [layout(x)[1:] for x in self.buffers]:
+            return None
+        return f"This cache holds {describe(*self.buffers)}, and it is given {describe(*states)}"
+
+    def scatter(self, packed: Packed, *states: torch.Tensor) -> None:
+        storage, width = self.owner, packed.width
+        self._begin(packed.rows, width, *states, source=None if packed.source is None else packed.source.tolist())
+        size = storage.pages.size
+        page = storage.tables_of_rows[self.table][packed.row.to(self.device), packed.slot.to(self.device) // size]
+        for pool, x in zip(self.buffers, states, strict=True):
+            pool[page.long(), :, packed.slot.to(self.device) % size] = x[0].transpose(0, 1)
+        if storage.forks is not None:
+            self.copy(storage.forks)
+        self.seen = width
+        packed.stored += 1
+
+    def copy(self, pages: torch.Tensor) -> None:
+        """Copy pages. pages: int64 (copies, tables, 2), the source and the target."""
+        source, target = pages[:, self.table].unbind(1)
+        for pool in self.buffers:
+            pool[target] = pool[source]
+
+    def _is_read(self, step: Step | None) -> bool:
+        """Whether attention finds pages: that of a patched model, which is not compiled."""
+        config: Any = None if step is None or step.model is None else step.model.config
+        return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
+
+    def _given(self, kv: KV, step: Step | None, tokens: int) -> Pair:
+        """K and V for attention: in pages if it is of this package, otherwise a copy."""
+        if step is not None and self._is_read(step):
+            rows, _, kv_len, _, _ = kv.sizes
+            keys, values = (x.expand(rows, -1, kv_len, -1) for x in self.nothing)
+            step.kv, step.shown = kv, (keys, values)
+            return keys, values
+        if not torch.compiler.is_compiling():
+            hf.warn_once(
+                "A PagedCache copies all K and V of a layer from their pages in each step: attention that does not belong to a "
+                "patched model reads them. Call hf_fastattn.patch(model), or use a PreallocatedCache."
+            )
+        keys, values = kv.plain()
+        return keys[:, :, :tokens], values[:, :, :tokens]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        step = self.track.step
+        if self.track.mode == EAGER and self.seen and self._is_read(step):
+            size = self.owner.pages.size
+            return -(-(self.seen + query_length) // size) * size, 0
+        return super().get_mask_sizes(query_length)
+
+    def shown(self, index: int) -> torch.Tensor | None:
+        """A copy."""
+        if self.track.mode != EAGER:
+            return UNKNOWN
+        if not self.buffers or not self.seen:
+            return None
+        return self.stored(self.owner.table(self.table, self.seen, None)).plain()[index][:, :, : self.seen]
+
+    def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
+        raise ValueError("K and V in pages, which rows may share, cannot be replaced. Use a PreallocatedCache.")
+
+    def make_room(self, q_len: int) -> None:
+        self.owner.make_ready(self.seen, q_len)
+
+    def why_not_crop(self, tokens: int) -> str | None:
+        left, storage = max(0, self.seen - tokens), self.owner
+        if storage.pages.each[self.table].first(storage.kept) <= storage.pages.each[self.table].first(left):
+            return None
+        window = storage.pages.each[self.table].window
+        return (
+            f"The pages behind a sliding window of {window} have returned, and after removing {tokens} of {self.seen} tokens it "
+            f"would begin in them. Remove at most {KEEP} at a time."
+        )
