@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kv_dty
     args = families.read_cases(parser, argv, CASES, reserve=20, seconds=240)
     head = {"method": METHOD, "unit": "us a call, ms a token"}
     name = "kv_dtype_speed" if args.shape == "8b" else f"kv_dtype_speed_{args.shape}"
-    return families.run_cases(parser, args, name, command(prog, argv), head, measure, add)
+    return families.run_cases(parser, args, name, command(prog, argv), head, families.each(args, measure, add))
 
 
 if __name__ == "__main__":
