@@ -179,6 +179,23 @@ def test_generate_is_captured_and_has_the_tokens_without_a_cache(family, own, na
             assert not patch.reasons and patch.replays > before + 8, way
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_another_map_is_noticed_by_graphs_and_caches(graph, graphs):
+    model, given = model_of(), prompts("left_padding", "cpu", length=24)
+    with hf_fastattn.patch(model, "linear", graph=graph), torch.no_grad():
+        cache, found = LinearCache(model), set()
+        model(given["input_ids"], past_key_values=cache)
+        for name in ("elu", "relu", "taylor", "elu", "relu"):
+            model.config.linear_map = name
+            expected = model.generate(**given, **OPTIONS, use_cache=False)
+            found.add(str(expected))
+            for _ in range(2):
+                assert torch.equal(model.generate(**given, **OPTIONS), expected)
+        assert len(found) == 3
+        with pytest.raises(ValueError, match="has sums of the map 'elu', and the model has now 'relu'"):
+            model(given["input_ids"][:, :1], past_key_values=cache)
+
+
 def test_the_state_is_as_large_after_a_long_text_and_counts_no_padding():
     model, ids = model_of(), torch.randint(3, 100, (2, 400), generator=torch.Generator().manual_seed(0))
     with hf_fastattn.patch(model, "linear", graph=False), torch.no_grad():
