@@ -15,6 +15,7 @@ from hf_fastattn.attention.linear import LinearMap
 from hf_fastattn.distillation import cross_entropy
 from hf_fastattn.kernels import linear_attention
 from hf_fastattn.kernels.linear_attention import MAPS, attend, features, num_features, step, weights
+from hf_fastattn.patches.fused import delayed
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 SCALE = 0.3
@@ -300,6 +301,7 @@ def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs):
     losses = hf_fastattn.distill(model, texts, epochs=4)
     assert sum(losses[-6:]) < sum(losses[:6]) and len(losses) == 24 and model.config._attn_implementation == "sdpa"
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+    assert delayed._is_seen(model.model.layers[0].self_attn.linear_map, shared=False)  # else a graph merges no launches
     model.save_pretrained(tmp_path)
     loaded = hf_fastattn.load_distilled(tmp_path)
     with hf_fastattn.patch(model, "linear"), hf_fastattn.patch(loaded, "linear") as patch:

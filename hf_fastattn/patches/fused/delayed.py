@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from ...kernels.decode import all_reduce, linear, residual, rope, route
     from ...kernels.spec import KV
 
-_FROM = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules")
-_FROM += ("hf_fastattn.attention.linear",)  # whose modules have weights alone
+_FROM = (
+    *("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules"),
+    "hf_fastattn.attention.linear",  # whose modules have weights alone
+)
 _WEIGHTS = ("torchao.", "bitsandbytes.nn.modules")  # classes of tensors
 _LAUNCHERS = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)  # in models with kernels of other packages
 _aten = torch.ops.aten
