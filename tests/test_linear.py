@@ -15,6 +15,7 @@ from hf_fastattn.attention.linear import LinearMap
 from hf_fastattn.distillation import cross_entropy
 from hf_fastattn.kernels import linear_attention
 from hf_fastattn.kernels.linear_attention import MAPS, attend, features, num_features, step, weights
+from hf_fastattn.patches.fused import delayed
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 SCALE = 0.3
@@ -179,6 +180,23 @@ def test_generate_is_captured_and_has_the_tokens_without_a_cache(family, own, na
             assert not patch.reasons and patch.replays > before + 8, way
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_another_map_is_noticed_by_graphs_and_caches(graph, graphs):
+    model, given = model_of(), prompts("left_padding", "cpu", length=24)
+    with hf_fastattn.patch(model, "linear", graph=graph), torch.no_grad():
+        cache, found = LinearCache(model), set()
+        model(given["input_ids"], past_key_values=cache)
+        for name in ("elu", "relu", "taylor", "elu", "relu"):
+            model.config.linear_map = name
+            expected = model.generate(**given, **OPTIONS, use_cache=False)
+            found.add(str(expected))
+            for _ in range(2):
+                assert torch.equal(model.generate(**given, **OPTIONS), expected)
+        assert len(found) == 3
+        with pytest.raises(ValueError, match="has sums of the map 'elu', and the model has now 'relu'"):
+            model(given["input_ids"][:, :1], past_key_values=cache)
+
+
 def test_the_state_is_as_large_after_a_long_text_and_counts_no_padding():
     model, ids = model_of(), torch.randint(3, 100, (2, 400), generator=torch.Generator().manual_seed(0))
     with hf_fastattn.patch(model, "linear", graph=False), torch.no_grad():
@@ -283,6 +301,7 @@ def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs):
     losses = hf_fastattn.distill(model, texts, epochs=4)
     assert sum(losses[-6:]) < sum(losses[:6]) and len(losses) == 24 and model.config._attn_implementation == "sdpa"
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+    assert delayed._is_seen(model.model.layers[0].self_attn.linear_map, shared=False)  # else a graph merges no launches
     model.save_pretrained(tmp_path)
     loaded = hf_fastattn.load_distilled(tmp_path)
     with hf_fastattn.patch(model, "linear"), hf_fastattn.patch(loaded, "linear") as patch:

@@ -43,6 +43,10 @@ class LinearLayer(Layer):
         config: Any = None if step is None or step.model is None else step.model.config
         if step is None or (config is not None and config._attn_implementation != NAME):
             raise RuntimeError(f"A LinearCache needs a model that runs {NAME!r}, with the hook of a patched one: {USE}.")
+        if config is not None and (now := map_of(config)) != self.linear_map:
+            raise ValueError(
+                f"This cache has sums of the map {self.linear_map!r}, and the model has now {now!r}. Make another one."
+            )
         if step.mode != EAGER:
             self.mark_written(step)
         else:
