@@ -872,9 +872,10 @@ def test_a_choice_in_the_launch_of_experts_spills_nothing_and_its_warps_choose_a
 def test_spans_kernel_compiles(arch, tmp_path):
     mask = torch.zeros(4, 100, dtype=torch.bool)
     span = torch.zeros(4, 1, 1, spans.WORDS + spans.num_words(100), dtype=torch.int32)
+    one = torch.ones(1, dtype=torch.int64)
     with compiling(build_spans, ("_build_spans_kernel",), arch) as compiled:
         build_spans._build_spans_kernel[(4,)](
-            *(span, mask, torch.zeros(1, dtype=torch.int64), 0, 100, 1, 100, spans.num_words(100), 1, 100, 0, spans.NO_WINDOW),
+            *(span, mask, one, one, 0, 100, 1, 100, spans.num_words(100), 1, 100, 0, spans.NO_WINDOW),
             EACH=False,
             HAS_MASK=True,
             CAUSAL=spans.CAUSAL,

@@ -87,13 +87,13 @@ def _build_spans_kernel(
     if EACH:
         Offset += row
     q_start = q_offset + tl.load(Offset, mask=Offset.to(tl.int64) != 0, other=0).to(tl.int32) - kv_offset
-    live = tl.load(Live, mask=Live.to(tl.int64) != 0, other=q_len).to(tl.int32)
+    queries = tl.load(Live, mask=Live.to(tl.int64) != 0, other=q_len).to(tl.int32)
     if CAUSAL:
-        stop = tl.minimum(q_start + live, kv_len)
+        stop = tl.minimum(q_start + queries, kv_len)
     else:
         stop = kv_len
     start = kv_len * 0
-    flags = ((q_len - live) << PADDING) + CAUSAL
+    flags = ((q_len - queries) << PADDING) + CAUSAL
     if HAS_MASK:
         first = kv_len
         last = kv_len * 0
