@@ -64,7 +64,8 @@ class ByteLayer(Layer):
         return eight_bits.eight_bits(keys, values, scales[..., 0], self.centre[:, :, 0], self.kv_dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        held = self.centre if self.pending is not None else torch.zeros_like(key_states[:, :, :1])
+        batch, heads, _, head_dim = key_states.shape  # of any number of tokens, none too
+        held = self.centre if self.pending is not None else key_states.new_zeros(batch, heads, 1, head_dim)
         super().lazy_initialization(key_states, value_states)
         self.loaded = ()
         with torch.inference_mode(False):
