@@ -40,15 +40,19 @@ GAIN = 1.05  # likewise of splits and of smaller teams, whose estimates are clos
 @triton.jit
 def seen_keys(
     span_ptrs, first, last, q_len, kv_len, window,
-    C: tl.constexpr,
+    C: tl.constexpr, MAY_PAD: tl.constexpr = False,
 ):  # fmt: skip
-    """The keys [lo, hi) that queries first..last of a row see, without sinks, for one row or a tensor of rows."""
+    """The keys [lo, hi) that queries first..last of a row see, without sinks, for one row or a tensor of rows.
+
+    MAY_PAD: whether all of them may be padding.
+    """
     # Merges read spans before their wait, so past the L1 cache (see `overlap`).
     q_start, kv_start, kv_stop, window, causal, _, live_stop = load_spans(
         span_ptrs, q_len, kv_len, window, C.IS_CAUSAL, PAST_L1=True
     )  # fmt: skip
-    kv_start += C.SINKS
-    lo, hi, _, _ = block_bounds(q_start + first, q_start + last, live_stop, kv_start, kv_stop, window, causal)
+    if not MAY_PAD:
+        live_stop = None
+    lo, hi, _, _ = block_bounds(q_start + first, q_start + last, live_stop, kv_start + C.SINKS, kv_stop, window, causal)
     return lo, hi
 
 

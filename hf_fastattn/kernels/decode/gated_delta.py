@@ -157,5 +157,5 @@ def _prepare(tensors: tuple[torch.Tensor, ...]) -> launch.Launch | None:
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=block_v,
         **early(state.device),
-        num_warps=4,
+        num_warps=launch.warps_of(triton.next_power_of_2(key_dim) * block_v),
     )

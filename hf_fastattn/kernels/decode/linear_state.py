@@ -102,6 +102,7 @@ def _prepare(tensors: tuple[torch.Tensor, ...]) -> launch.Launch:
     rows, kv_heads, features, dim = u.shape
     group = fq.shape[1] // kv_heads
     block_g, block_d = triton.next_power_of_2(group), min(triton.next_power_of_2(dim), COLUMNS)
+    block_f = max(1, min(triton.next_power_of_2(features), AT_ONCE // (block_g * block_d)))
     return launch.Launch(
         linear_state_kernel,
         (kv_heads * triton.cdiv(dim, block_d), rows),
@@ -112,8 +113,8 @@ def _prepare(tensors: tuple[torch.Tensor, ...]) -> launch.Launch:
         FEATURES=features,
         DIM=dim,
         BLOCK_G=block_g,
-        BLOCK_F=max(1, min(triton.next_power_of_2(features), AT_ONCE // (block_g * block_d))),
+        BLOCK_F=block_f,
         BLOCK_D=block_d,
         **early(u.device),
-        num_warps=4,
+        num_warps=launch.warps_of(block_f * block_d),
     )

@@ -146,6 +146,6 @@ def _prepare(tensors: tuple[torch.Tensor | None, ...]) -> launch.Launch | None:
         BLOCK_P=block_p,
         BLOCK_N=triton.next_power_of_2(size),
         **early(state.device),
-        num_warps=4,
+        num_warps=launch.warps_of(block_p * triton.next_power_of_2(size)),
         enable_fp_fusion=False,  # the model rounds each product before it adds to it
     )

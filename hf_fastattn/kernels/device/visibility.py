@@ -62,12 +62,17 @@ def row_bounds(pos, kv_start, kv_stop, window, causal):
 def block_bounds(first_pos, last_pos, live_stop, kv_start, kv_stop, window, causal):
     """For the queries first_pos..last_pos: [lo, hi), which any of them sees, and [full_lo, full_hi), which all of them see.
 
-    Padding, from live_stop on, does not count: a block of nothing else has lo = hi."""
+    Padding, from live_stop on, does not count: a block of nothing else has lo = hi. live_stop may be None if one of them is none.
+    """
     lo, full_hi = row_bounds(first_pos, kv_start, kv_stop, window, causal)
-    full_lo, hi = row_bounds(tl.minimum(last_pos, live_stop - 1), kv_start, kv_stop, window, causal)
+    if live_stop is not None:
+        last_pos = tl.minimum(last_pos, live_stop - 1)
+    full_lo, hi = row_bounds(last_pos, kv_start, kv_stop, window, causal)
     # If its window begins past the last live slot, a query has an empty interval there; those slots must not be loaded.
     hi = tl.maximum(lo, tl.minimum(hi, kv_stop))
-    return lo, tl.where(first_pos < live_stop, hi, lo), full_lo, full_hi
+    if live_stop is not None:
+        hi = tl.where(first_pos < live_stop, hi, lo)
+    return lo, hi, full_lo, full_hi
 
 
 @triton.jit

@@ -31,6 +31,11 @@ Options = TypeVarTuple("Options")
 Made = TypeVar("Made")
 
 
+def warps_of(elements: int) -> int:
+    """Warps of a program that changes so many elements in place: each has one thread, as others would read what that writes."""
+    return max(1, min(4, elements // 32))
+
+
 class Launch:
     """One launch of a Triton kernel, or a chain of launches, which is repeated with tensors that differ only in their addresses.
 

@@ -44,7 +44,7 @@ def merge_shares_kernel(
     block, pack, row = block_at(whole + which, num_blocks, num_packs, total_packs, section)
     first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
     # The spans may be read before the wait: they were written before the previous launch, which did not begin early.
-    lo, hi = seen_keys(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C)
+    lo, hi = seen_keys(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C, MAY_PAD=True)
     tiles = tiles_of(lo // ALIGN * ALIGN, hi, C)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
