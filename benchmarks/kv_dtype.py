@@ -35,7 +35,7 @@ from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
 
 from .models import dtype_for
-from .results import Results, add_options, check_names, command, conditions, find_device, listed, progress
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
 
 METHOD = "teacher-forced steps behind stored K and V; differences of the negative log-likelihood, paired by token"
 BASE, OWN, INT4 = "as computed", ("int8", "fp8"), "4 bits rotated"
@@ -272,6 +272,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kv_dty
     args = parser.parse_args(argv)
     chosen = listed(args.only)
     check_names(parser, chosen, known, "formats")
+    need_gpu(parser, args)
     device = find_device(args.device)
     model, tokenizer = load(args.model, device)
     topics = pydoc_data.topics.topics

@@ -54,7 +54,11 @@ def record(call: Call, sets: int, calls: int, device: torch.device) -> Run:
         with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device)
         raise
-    return graph.replay
+
+    def replay(call: Call = call) -> None:  # whose tensors the graph does not keep alive
+        graph.replay()
+
+    return replay
 
 
 def elapsed_us(run: Run, device: torch.device) -> float:

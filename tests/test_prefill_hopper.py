@@ -245,7 +245,7 @@ def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits
             acc[share * cut + n, local] = p @ v[row, kv_head, keys]
             stats[share * cut + n, local] = torch.stack((m, p.sum(-1)), -1)
             untouched[row, head, query] = False
-    merge_shares(given, pack, order, splits, BLOCK_M, block_n, stats_start)(out, lse, workspace, no_spans(q.device, True), q)
+    merge_shares(given, pack, order, splits, BLOCK_M, block_n, 1, stats_start)(out, lse, workspace, no_spans(q.device, True), q)
     assert bool(whole) == bool(untouched.any()) and out[untouched].isnan().all() and lse[untouched].isnan().all()
     torch.testing.assert_close(out[~untouched], want[~untouched])
     torch.testing.assert_close(lse[~untouched], want_lse[~untouched])

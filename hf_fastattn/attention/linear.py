@@ -128,11 +128,12 @@ def forward(
     device_type = gpu.autocast_type(q.device)
     with torch.autocast(device_type, enabled=False):
         if state is not None and one and gpu.on_gpu(q.device) and q.dtype == v.dtype:
-            from ..kernels.decode.linear_state import linear_state  # with Triton
+            from ..kernels.decode.linear_state import MOST_HEADS, linear_state  # with Triton
 
-            fk = phi(k, False)[:, :, 0]
-            fk = fk if live is None else fk * live[:, None]
-            return linear_state(phi(q, True)[:, :, 0].contiguous(), fk.contiguous(), v[:, :, 0], *state)[:, None]
+            if q.shape[1] <= MOST_HEADS * k.shape[1]:
+                fk = phi(k, False)[:, :, 0]
+                fk = fk if live is None else fk * live[:, None]
+                return linear_state(phi(q, True)[:, :, 0].contiguous(), fk.contiguous(), v[:, :, 0], *state)[:, None]
         return linear_attention.attend(q, k, v, phi, state, live).transpose(1, 2)
 
 

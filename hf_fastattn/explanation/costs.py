@@ -89,7 +89,7 @@ class Facts:
     def kv_bytes(self, length: int) -> int:
         """Bytes of K and V of one row."""
         held = 0
-        for (shape, n), kind in zip(self._seen(length), self.kinds, strict=True):
+        for (shape, n), kind in zip(self._seen(length), (kind for kind in self.kinds if kind.has_kv), strict=True):
             width = shape.head_dim + shape.value_dim
             in_8_bits = self.kv_dtype is not None and kind.window is None
             held += n * shape.num_kv_heads * (width + SCALES if in_8_bits else width * self.dtype.itemsize)

@@ -21,6 +21,7 @@ from ..host import launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 
 COLUMNS = 32  # of a program at most
+MOST_HEADS = 8  # query heads of a KV head, which all are in one block
 AT_ONCE = 8192  # products of a block of features: query heads x features x columns
 
 
@@ -75,6 +76,8 @@ def why_not(fq: torch.Tensor, fk: torch.Tensor, v: torch.Tensor, u: torch.Tensor
         return f"fk is {tuple(fk.shape)}, z {tuple(z.shape)} and v {tuple(v.shape)}, for a state {tuple(u.shape)}."
     if fq.dim() != 3 or fq.shape[0] != rows or fq.shape[2] != features or fq.shape[1] % kv_heads:
         return f"fq is {tuple(fq.shape)}; it must be ({rows}, a multiple of {kv_heads}, {features})."
+    if fq.shape[1] > MOST_HEADS * kv_heads:
+        return f"{fq.shape[1] // kv_heads} query heads share a KV head, and the kernel takes at most {MOST_HEADS}."
     if {x.dtype for x in (fq, fk, u, z)} != {torch.float32} or v.dtype not in checks.DTYPES:
         return f"fq is {fq.dtype}, fk {fk.dtype}, u {u.dtype} and z {z.dtype}, all of which must be float32, and v {v.dtype}."
     return checks.why_not_inference(u, fq, fk, z) or checks.why_not_inference(v, u, strided=True)
