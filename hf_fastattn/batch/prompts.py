@@ -61,10 +61,12 @@ def reading_of(parts: list[Part], size: int, device: torch.device) -> Reading:
         for table in tables:
             pages[table] += [page or -1 for page in row.pages[table][:held]]  # no query sees the tokens of page 0
         last.append(len(ids) - 1)
-    ints = on_device([ids, positions, first, own, slots], device)
+    # What kernels read is aligned to 16 bytes: another alignment would be another variant of each.
+    pages = [each + [-1] * (-len(each) % 4) for each in pages]
+    ints = on_device([slots, ids, positions, first, own], device)
     held_pages = on_device(pages, device, torch.int32)[:, None]
     kv_len = len(pages[0]) * size if behind else len(ids)
-    build = partial(ragged.of_prompts, ints[2], ints[3], kv_len)
-    sees = Ragged((1, len(ids), kv_len), build, held_pages, ints[4:], on_device([ends], device) if behind else None)
+    build = partial(ragged.of_prompts, ints[3], ints[4], kv_len)
+    sees = Ragged((1, len(ids), kv_len), build, held_pages, ints[:1], on_device([ends], device) if behind else None)
     kept = [index for part, index in zip(parts, last, strict=True) if part.whole] or last[-1:]
-    return Reading(ints[0][None], ints[1][None], sees, [part for part in parts if part.whole], on_device(kept, device))
+    return Reading(ints[1][None], ints[2][None], sees, [part for part in parts if part.whole], on_device(kept, device))
