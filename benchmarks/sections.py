@@ -382,6 +382,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("evaluation", "evaluation.json", sections_steps.evaluation),
     ("evaluation_8b", "evaluation_8b.json", sections_steps.evaluation),
     ("prompts", "prompts.json", sections_steps.prompts),
+    ("batch", "batch.json", sections_steps.batch),
     ("rollout", "rollout.json", sections_steps.rollout),
     ("quantised", "quantised.json", sections_steps.quantised),
     ("ranks", "ranks_8b.json", partial(ranks, cases=["1x2097152"])),

@@ -86,6 +86,20 @@ def prompts(result: dict) -> str:
     return f"**Batches of prompts**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
 
 
+def batch(result: dict) -> str:
+    labels = {"batch": "`generate_batch()`", "generate": "`generate()`", "stock": "stock", "continuous": "stock's batching"}
+    rows = []
+    for row in result["rows"]:
+        found = [row.get(name, {}) for name in labels]
+        figures = [*(figure(each.get("tokens_per_s"), 0) for each in found)]
+        figures += [figure(peak and peak / 1e9, 1) for peak in (each.get("peak_bytes") for each in found)]
+        rows.append([row["case"], len(row["lengths"]), row["copies"], sum(row["new"]) * row["copies"], row["part"], *figures])
+    head = ["case", "prompts", "samples", "new tokens", "part", *(f"tokens/s, {label}" for label in labels.values())]
+    head += [f"peak GB, {label}" for label in labels.values()]
+    missed = f" No time was left for {', '.join(result['not_run'])}." if result["not_run"] else ""
+    return f"**Jobs of prompts**, {model(result)} {by_method(result)}.{missed}\n\n{table(head, rows)}"
+
+
 _OF_PROMPTS = ("first_token_s", "tokens_per_s", "peak_bytes")
 
 
