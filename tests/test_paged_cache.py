@@ -12,10 +12,13 @@ from models import PADDINGS, generate, prompts, tiny
 from test_batch import ALL
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.llama import modeling_llama
 
 import hf_fastattn
 from hf_fastattn import PagedCache, hf
 from hf_fastattn.caches import table_storage
+from hf_fastattn.caches.paged import counted
+from hf_fastattn.caches.table_layers import TableLayer
 from hf_fastattn.hf.version import number_of
 
 WINDOWED = "gemma2"  # one layer of each kind
@@ -272,3 +275,71 @@ def test_a_mask_of_the_caller():
         model(ids[:, :50], past_key_values=cache)
         found = model(ids[:, 50:54], attention_mask=mask, past_key_values=cache).logits
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def after(model, ids, cache, more=1):
+    """The logits of the last tokens, given behind the others."""
+    model(ids[:, :-more], past_key_values=cache)
+    return model(ids[:, -more:], past_key_values=cache).logits
+
+
+@torch.no_grad()
+def test_a_first_forward_that_failed_leaves_nothing(monkeypatch):
+    """Of its pages, of those that had returned, and of the pool of layers that could not grow."""
+    model, ids = tiny("mistral", "eager", sliding_window=16), torch.arange(700)[None] * 37 % 100 + 5
+    expected = [model(ids[:, :length]).logits[:, -1:] for length in (561, 40)]
+    with hf_fastattn.patch(model):
+        cache = PagedCache(model, 576, page_size=16, grow=False)
+        for length, wanted in zip((561, 40), expected, strict=True):
+            with pytest.raises(ValueError, match="grow=False"):
+                model(ids[:, :680], past_key_values=cache)
+            torch.testing.assert_close(after(model, ids[:, :length], cache), wanted, rtol=1e-3, atol=1e-3)
+            cache.reset()
+        cache, resize = PagedCache(model, page_size=16), TableLayer.resize
+        after(model, ids[:, :20], cache)
+        cache.reset()
+        failing = lambda layer, *given: resize(layer, *given) if layer.index == 0 else 1 // 0  # noqa: E731
+        monkeypatch.setattr(TableLayer, "resize", failing)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, :561], past_key_values=cache)
+        monkeypatch.setattr(TableLayer, "resize", resize)
+        cache.reset()
+        torch.testing.assert_close(after(model, ids[:, :561], cache), expected[0], rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_single_query_does_not_see_the_rest_of_the_last_page(monkeypatch):
+    model, ids = tiny("llama", "eager"), prompts("no_padding", "cpu")["input_ids"][:, :21]
+    expected = model(ids).logits[:, -1:]
+    with hf_fastattn.patch(model):
+        cache = PagedCache(model, page_size=16)
+        for text in (ids[:, :20] * 0 + 7, ids[:, :20]):  # the first leaves other tokens in the pages
+            cache.reset()
+            model(text, past_key_values=cache)
+        mask = torch.zeros(3, 1, 1, 1)
+        torch.testing.assert_close(
+            model(ids[:, 20:], attention_mask=mask, past_key_values=cache).logits, expected, rtol=1e-3, atol=1e-3
+        )
+        monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
+        with pytest.raises(ValueError, match="in pages without a mask"):
+            model(ids[:, 20:], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_rows_of_a_full_pool_can_be_selected():
+    model, ids = tiny("llama", "eager"), prompts("no_padding", "cpu")["input_ids"][:, :31]
+    with hf_fastattn.patch(model):
+        cache = PagedCache(model, 96, page_size=16, grow=False)
+        model(ids[:, :30], past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([2]))
+        assert cache.pages_in_use == 2
+        found = model(ids[2:, 30:], past_key_values=cache).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, model(ids[2:]).logits[:, -1:], rtol=1e-3, atol=1e-3)
+
+
+def test_any_number_of_groups_has_a_number_in_a_graph():
+    found = [counted(groups, rows) for rows in (4, 256, 1024) for groups in range(1, rows // 4 + 1)]
+    assert all(
+        count > groups for count, groups in zip(found, [n for r in (4, 256, 1024) for n in range(1, r // 4 + 1)], strict=True)
+    )

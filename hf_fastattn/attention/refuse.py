@@ -128,6 +128,21 @@ def weights(name: str) -> None:
         )
 
 
+def pages_without_mask(mask: torch.Tensor | None, key: torch.Tensor) -> None:
+    """Refuse the keys of whole pages without a mask of them, which would attend to slots behind the text."""
+    step = steps.innermost()
+    if step is None or step.shown is None or step.shown[0] is not key or step.mode != steps.EAGER:
+        return
+    known = (
+        step.shown_tokens == key.shape[2] if mask is None else not isinstance(mask, masks.Mask) or mask.sizes[2] == key.shape[2]
+    )
+    if not known:
+        raise ValueError(
+            "The model attends to K and V in pages without a mask, or by one that was made without its cache. Use a "
+            "PreallocatedCache."
+        )
+
+
 def other_than_pages(key: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse K and V that are not those of the pages to which the model's cache has written, as of a model that repeats heads."""
     step = steps.innermost()

@@ -38,8 +38,10 @@ def attend(
         run = context_parallel.over_shares(backend.attend) if isinstance(k, context_parallel.Share) else backend.attend
         return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
     k, v = eight_bits.widened(kv, q.dtype).plain()
-    if kv.pages is not None:  # the last page may end behind the tokens
-        k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]
+    step = steps.innermost()
+    if kv.pages is not None and step is not None:  # the last page may end behind the tokens
+        tokens = step.shown_tokens
+        k, v, mask = k[:, :, :tokens], v[:, :, :tokens], mask[..., :tokens]
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}. Cast them.")
     calls[f"{backend.name}.dense"] += 1

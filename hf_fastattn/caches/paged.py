@@ -134,7 +134,7 @@ class PagedStorage(Storage):
             self.lengths = torch.zeros(most_rows, dtype=torch.int64, device=device)
             self.live = torch.zeros(most_rows, dtype=torch.int32, device=device)
             self.last = torch.zeros(most_rows, dtype=torch.int64, device=device)
-            self.groups = torch.zeros(GROUP * (most_rows // 4 + 2) + 2 * most_rows, dtype=torch.int64, device=device)
+            self.groups = torch.zeros((GROUP + 1) * (most_rows // 4 + 1) + 2 * most_rows, dtype=torch.int64, device=device)
         self.bucket = self.sharing = self.counted = 0
         self.steps = 1
         self.prompts: Ragged | None = None
@@ -273,7 +273,7 @@ class BatchCache(StoredCache):
 def counted(groups: int, rows: int) -> int:
     """The number of groups in a step of so many rows that has at least `groups`, and one that is empty: one of few numbers, for
     each of which there is a graph."""
-    return min(next(count for count in COUNTS if count >= groups), rows // 4) + 1
+    return min(next((count for count in COUNTS if count >= groups), rows), rows // 4) + 1
 
 
 def windows_of(layers: Sequence[int | None]) -> tuple[int | None, ...]:

@@ -61,9 +61,10 @@ class TableLayer(Layer):
             self.nothing = [x.new_full((1, x.shape[1], 1, x.shape[3]), torch.nan) for x in self.buffers]
         self.is_initialized = True
 
-    def resize(self, held: Sequence[torch.Tensor]) -> None:
-        """Make room for all pages of the pool. held: those that there are."""
-        count, size = self.owner.pages.each[self.table].count, self.owner.pages.size
+    def resize(self, held: Sequence[torch.Tensor], count: int | None = None) -> None:
+        """Make room for so many pages, by default all of the pool. held: those that there are."""
+        count = self.owner.pages.each[self.table].count if count is None else count
+        count, size = max(count, len(held[0])), self.owner.pages.size
         with torch.inference_mode(False), torch.no_grad():
             for index, old in enumerate(held):
                 new = old.new_zeros(count, old.shape[1], size, old.shape[3])
@@ -87,7 +88,7 @@ class TableLayer(Layer):
             if reason := self.why_other(*states):
                 raise RuntimeError(reason)
             kv = self.stored(storage.tables_of_rows[self.table])
-            append(kv, *states, track.counts[:1])
+            append(kv, *states, track.counts[:1], step.live(q_len))
             return self._given(kv, step, track.capacity)
         if step is not None and step.packed is not None:
             self.scatter(step.packed, *states)
@@ -125,7 +126,9 @@ class TableLayer(Layer):
         self._begin(packed.rows, width, *states, source=None if packed.source is None else packed.source.tolist())
         size = storage.pages.size
         page = storage.tables_of_rows[self.table][packed.row.to(self.device), packed.slot.to(self.device) // size]
+        every = storage.tables_of_rows[self.table][:, : -(-width // size)].flatten().long()
         for pool, x in zip(self.buffers, states, strict=True):
+            pool[every] = 0  # padding: attention multiplies it by zero
             pool[page.long(), :, packed.slot.to(self.device) % size] = x[0].transpose(0, 1)
         if storage.forks is not None:
             self.copy(storage.forks)
@@ -148,7 +151,7 @@ class TableLayer(Layer):
         if step is not None and self._is_read(step):
             rows, _, kv_len, _, _ = kv.sizes
             keys, values = (x.expand(rows, -1, kv_len, -1) for x in self.nothing)
-            step.kv, step.shown = kv, (keys, values)
+            step.kv, step.shown, step.shown_tokens = kv, (keys, values), tokens
             return keys, values
         if not torch.compiler.is_compiling():
             hf.warn_once(

@@ -72,13 +72,18 @@ class TableStorage(PreallocatedStorage):
         self.bytes_of_token = bytes_of_token
         if self.tables_of_rows is not None and self.tables_of_rows.device != device:
             raise ValueError(f"K and V in pages are on one device; got {device} and {self.tables_of_rows.device}. {OTHER}")
-        if self.rows == rows:
-            return
         if self.seen:
-            raise ValueError(f"This cache holds {self.rows} rows, and it is given {rows}. {CHANGE_ROWS}")
-        self.reset()
-        self.held = [self.pages.none() for _ in range(rows)]
-        self.make_tables(rows, device)
+            if self.rows != rows:
+                raise ValueError(f"This cache holds {self.rows} rows, and it is given {rows}. {CHANGE_ROWS}")
+            return
+        self._drop(0)  # of a first forward that has failed
+        self.kept = 0
+        if self.rows != rows:
+            self.held = [self.pages.none() for _ in range(rows)]
+            self.make_tables(rows, device)
+
+    def holds(self, tokens: int) -> bool:
+        return super().holds(tokens) and tokens <= self.room  # a page may be lacking, or be shared
 
     def make_tables(self, rows: int | None, device: torch.device | None = None) -> None:
         """Replace the tables by those of `rows` rows, whose pages are those held, and of the capacity of the track."""
@@ -203,11 +208,11 @@ class TableStorage(PreallocatedStorage):
             each, device = len(layers) * self.bytes_of_token, self.tables_of_rows.device
             held = sum(part.tensor.nbytes for layer in layers for part in layer.parts())
             refuse_unless_fits((pool.count + added) * pool.size, each, device, held)
-            pool.extend(added)
             for layer in layers:
                 if layer.buffers:
                     self.track.version += 1
-                    layer.resize([*layer.buffers])
+                    layer.resize([*layer.buffers], pool.count + added)
+            pool.extend(added)  # now every layer has them
 
     def copy(self, copies: list[list[tuple[int, int]]]) -> None:
         """Copy pages. copies: the source and the target, for each table."""
@@ -274,15 +279,19 @@ class TableStorage(PreallocatedStorage):
             return
         self.read_back()
         at = indices.tolist()
-        if seen % self.pages.size:
-            self._make_pages([len(at)] * len(self.windows), len(self.held[0][0]))
         old, copies, made = self.held, [], []
-        for row in at:
+        at = [row % len(old) for row in at]
+        if seen % self.pages.size and len(at) > len({*at}):
+            self._make_pages([len(at) - len({*at})] * len(self.windows), len(old[0][0]))
+        for index, row in enumerate(at):
+            if row not in at[:index]:  # its pages become those of the new row
+                made.append(old[row])
+                continue
             held, pairs = self.pages.fork(old[row], seen) or (self.pages.none(), [])
             made.append(held)
             copies += [pairs] if pairs else []
-        for held in old:
-            self.pages.drop(held)
+        for row in {*range(len(old))} - {*at}:
+            self.pages.drop(old[row])
         self.copy(copies)
         self.held = made
         self.room = -(-seen // self.pages.size) * self.pages.size

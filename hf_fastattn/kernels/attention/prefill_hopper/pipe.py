@@ -140,7 +140,7 @@ def numbers_of(Pages, start, pages, C: gl.constexpr):
     """The numbers of the pages of the tile that begins at slot `start`, for `load_pages`. Pages: the row's table, of so many
     pages. A page that does not exist is read as any other: no query sees it."""
     at = start // C.page + gl.arange(0, C.BLOCK_N // C.box, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.maximum(gl.load(Pages + gl.minimum(at, pages - 1)), 0)
+    return gl.maximum(gl.load(Pages + gl.maximum(gl.minimum(at, pages - 1), 0)), 0)
 
 
 @gluon.jit
