@@ -72,11 +72,13 @@ def distill(
     if not given:
         raise ValueError("distill() got no texts. Pass strings with tokenizer=, or ids (rows, tokens).")
     losses: list[float] = []
+    made: list[Any] = []  # modules that have got a map
     of_step: list[torch.Tensor] = []
 
     def create(module: Any, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
         if not hasattr(module, "linear_map"):
             module.linear_map = LinearMap(q.shape[1], k.shape[1], q.shape[3])
+            made.append(module)
         module.linear_map.to(q.device, torch.float32)
 
     def teach(module: Any, q: torch.Tensor, k: torch.Tensor, scale: float) -> None:
@@ -85,7 +87,7 @@ def distill(
             loss.backward()
         of_step.append(loss.detach())
 
-    with _running_linear(model), torch.no_grad():
+    with _running_linear(model, made), torch.no_grad():
         with teaching(create):
             model.base_model(given[0][:, :1], use_cache=False)  # without the head, whose result nothing needs
         maps: list[LinearMap] = [module for module in model.modules() if isinstance(module, LinearMap)]
@@ -143,13 +145,18 @@ def _ids(text: object, tokenizer: Callable[..., Any] | None) -> torch.Tensor:
 
 
 @contextmanager
-def _running_linear(model: hf.PreTrainedModel) -> Iterator[None]:
-    """A context in which the model runs "linear", in eval mode."""
-    before, training = model.config._attn_implementation, model.training
+def _running_linear(model: hf.PreTrainedModel, made: list[Any]) -> Iterator[None]:
+    """A context in which the model runs "linear", in eval mode. made: modules whose maps are removed after an error."""
+    before, training = model.config._attn_implementation, [module for module in model.modules() if module.training]
     hf.set_attention(model, NAME)
     model.eval()
     try:
         yield
+    except BaseException:
+        for module in made:
+            del module.linear_map
+        raise
     finally:
         hf.set_attention(model, before)
-        model.train(training)
+        for module in training:
+            module.training = True

@@ -17,7 +17,7 @@ from hf_fastattn.caches import storage
 from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import ahead, warm
 from hf_fastattn.patches.fused import experts
-from hf_fastattn.patches.graphs import graphs, policy
+from hf_fastattn.patches.graphs import graphs, policy, verify
 from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
 
 
@@ -254,6 +254,17 @@ def test_buffers_that_grow_are_few_where_memory_allows_it(llama, monkeypatch, fr
         assert [*job] == [256, 1024, 1792, 2048, 2560] and len(chat) == 6
 
 
+def test_buffers_that_are_held_do_not_make_the_next_ones_larger(llama):
+    held, capacities = [], set()
+    with hf_fastattn.patch(llama):
+        for _ in range(4):
+            cache = ask(llama, 20, return_dict_in_generate=True).past_key_values
+            capacities.add(cache.storage.capacity)
+            held.append(cache.layers[0].keys)
+            del cache
+    assert len(capacities) == 1
+
+
 def test_caches_that_do_not_get_the_storage_of_another(llama):
     with hf_fastattn.patch(llama) as patch:
         first = PreallocatedCache(llama)
@@ -268,7 +279,10 @@ def test_caches_that_do_not_get_the_storage_of_another(llama):
         assert fixed.storage.capacity == 100 and not patch.reasons
 
 
-def test_sizes_are_captured_after_a_reply(llama, monkeypatch):
+@pytest.mark.parametrize("compared", [False, True])
+def test_sizes_are_captured_after_a_reply(llama, compared, monkeypatch):
+    """compared: with the step from Python, as of a model with kernels of other packages."""
+    monkeypatch.setattr(verify, "needed", lambda model: compared)
     monkeypatch.setattr(policy, "SHARE", 1e9)
     lengths = (100, 12, 40, 200, 9, 150, 90)
     expected, found, captures = [ask(llama, tokens) for tokens in lengths], [], []

@@ -134,7 +134,7 @@ def test_a_file_whose_metadata_lacks_a_state_too_is_refused_in_the_first_step(tm
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])
-def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs):
+def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs, tmp_path):
     model = built(family)
     with hf_fastattn.patch(model), torch.no_grad():
         cache = PreallocatedCache(model)
@@ -148,7 +148,12 @@ def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs
             model(more.repeat(2, 1)[:3], past_key_values=cache)
         assert all(map(torch.equal, cache.storage.states(), states)) and cache.get_seq_length() == text.shape[1] - 1
         expected = generated(model, torch.cat([text, IDS[:, :2]], 1))
+        cache.save(tmp_path / "text", model)
         assert torch.equal(generated(model, torch.cat([text, IDS[:, :2]], 1), past_key_values=cache), expected)
+        loaded = PreallocatedCache.load(tmp_path / "text", model)
+        with pytest.raises(ValueError, match="holds 2 rows, and the call has 1"):
+            model(more[:1], past_key_values=loaded)
+        assert torch.equal(generated(model, torch.cat([text, IDS[:, :2]], 1), past_key_values=loaded), expected)
 
 
 @pytest.mark.parametrize("family, interrupted", [("Qwen3_5", 1), ("Zamba", 1), ("Zamba", 2)])

@@ -10,7 +10,7 @@ import torch
 from models import prompts, tiny
 
 import hf_fastattn
-from hf_fastattn import LinearCache, PreallocatedCache, kernels
+from hf_fastattn import LinearCache, PreallocatedCache, distillation, kernels
 from hf_fastattn.attention.linear import LinearMap
 from hf_fastattn.distillation import cross_entropy
 from hf_fastattn.kernels import linear_attention
@@ -102,6 +102,9 @@ def test_chunks_and_steps_are_the_definition(name, kind):
     expected = weights(phi(q, True), fk) @ v.repeat_interleave(2, 1)
     for chunk in (1, 5, 64):
         torch.testing.assert_close(attend(q, k, v, phi, None, live, chunk), expected)
+    if live is not None:
+        nan = v.masked_fill(~live[:, None, :, None], torch.nan)
+        torch.testing.assert_close(attend(q, k, nan, phi, None, live, 5), expected)
     u, z = (torch.zeros(2, 2, *size, dtype=torch.float64) for size in ((fk.shape[-1], 3), (fk.shape[-1],)))
     first = attend(q[:, :, :10], k[:, :, :10], v[:, :, :10], phi, (u, z), None if live is None else live[:, :10], 4)
     sizes = u.shape, z.shape
@@ -294,7 +297,7 @@ def test_attention_refuses_what_the_sums_cannot_have():
         other(ids, past_key_values=LinearCache(other))
 
 
-def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs):
+def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs, monkeypatch):
     model, given = tiny("llama", "sdpa"), prompts("left_padding", "cpu", length=24)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     texts = [torch.randint(3, 100, (4, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
@@ -311,6 +314,13 @@ def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs):
         assert patch.replays and not patch.reasons
         with pytest.raises(ValueError, match="This model is patched"):
             hf_fastattn.distill(model, texts)
+    fresh, calls, loss = tiny("llama", "sdpa"), [], distillation.cross_entropy
+    fresh.model.layers[1].train()
+    monkeypatch.setattr(distillation, "cross_entropy", lambda *given: calls.append(0) or (1 // (len(calls) < 4), loss(*given))[1])
+    with pytest.raises(ZeroDivisionError):
+        hf_fastattn.distill(fresh, texts)
+    assert not any("linear_map" in name for name, _ in fresh.named_modules()) and not hasattr(fresh.config, "linear_map")
+    assert fresh.model.layers[1].training and not fresh.model.layers[0].training
     for options, says in (({"map": "elu"}, "elu, relu, taylor, performer have no weights"), ({"tokens": 0}, "at least 1; got 0")):
         with pytest.raises(ValueError, match=says):
             hf_fastattn.distill(model, texts, **options)

@@ -130,10 +130,11 @@ def forward(
         if state is not None and one and gpu.on_gpu(q.device) and q.dtype == v.dtype:
             from ..kernels.decode.linear_state import MOST_HEADS, linear_state  # with Triton
 
-            if q.shape[1] <= MOST_HEADS * k.shape[1]:
-                fk = phi(k, False)[:, :, 0]
-                fk = fk if live is None else fk * live[:, None]
-                return linear_state(phi(q, True)[:, :, 0].contiguous(), fk.contiguous(), v[:, :, 0], *state)[:, None]
+            if q.shape[1] <= MOST_HEADS * k.shape[1] and state[0].dtype == torch.float32:
+                fk, new = phi(k, False)[:, :, 0], v[:, :, 0]
+                if live is not None:
+                    fk, new = torch.where(live[:, None], fk, 0), torch.where(live[:, None], new, 0)
+                return linear_state(phi(q, True)[:, :, 0].contiguous(), fk.contiguous(), new, *state)[:, None]
         return linear_attention.attend(q, k, v, phi, state, live).transpose(1, 2)
 
 

@@ -70,8 +70,8 @@ class Step:
     None if the model's mask is used. asked: whether the model has requested the mask. written: bit mask of the layers that have
     stored the new tokens. plan: further data of the storage for its layers. kv: the KV of the layer written last, if kernels need
     more than the tensors that its update() returned. shown: these tensors, if they are not k and v of `kv`; they hold NaN.
-    shown_tokens: how many of their first slots hold tokens. packed: how prompts are read as one row, if they are. ragged: what queries
-    see whose rows have lengths of their own. cache: a weak reference to the cache of a model's forward.
+    shown_tokens: how many of their first slots hold tokens. packed: how prompts are read as one row, if they are. ragged: what
+    queries see whose rows have lengths of their own. cache: a weak reference to the cache of a model's forward.
     tokens: those of each row in a graph, padding included; 0 outside of one. real: the result of `no_padding`.
     """
 

@@ -71,6 +71,10 @@ class ByteLayer(Layer):
         with torch.inference_mode(False):
             self.centre = held.to(self.device, copy=True)
 
+    def reset(self) -> None:
+        super().reset()
+        self.loaded = ()
+
     def parts(self) -> list[Part]:
         found = super().parts()
         return [*found, Part(self.centre, self.index, "centre", 1)] if found else found
@@ -173,6 +177,9 @@ class ByteStorage(PreallocatedStorage):
     def __init__(self, kinds: Sequence[Kind], capacity: int, kv_dtype: str, growable: bool = True):
         self.kv_dtype = kv_dtype
         super().__init__(kinds, capacity, growable)
+
+    def ahead(self, tokens: int) -> int:
+        return tokens  # a graph of many tokens writes all slots out in 16 bits
 
     def make_layer(self, index: int, track: Track) -> Layer:
         return super().make_layer(index, track) if track.kind.window else ByteLayer(index, track, self.kv_dtype)

@@ -27,6 +27,11 @@ from .storage import PreallocatedStorage
 ANY = 1 << 62  # tokens
 
 
+def dtype_of(keys: torch.Tensor) -> torch.dtype:
+    """That of the sums."""
+    return torch.float64 if keys.dtype == torch.float64 else torch.float32
+
+
 class LinearLayer(Layer):
     """U (batch, num_kv_heads, features, value_dim) and z (batch, num_kv_heads, features), in fp32, or fp64 if K is."""
 
@@ -60,10 +65,9 @@ class LinearLayer(Layer):
 
     def sums(self, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """Those of no tokens, for K and V of these shapes."""
-        dtype = torch.float64 if keys.dtype == torch.float64 else torch.float32
         shape = *keys.shape[:2], num_features(self.linear_map, keys.shape[3])
         with torch.inference_mode(False):
-            return [torch.zeros(*size, dtype=dtype, device=keys.device) for size in ((*shape, values.shape[3]), shape)]
+            return [torch.zeros(*size, dtype=dtype_of(keys), device=keys.device) for size in ((*shape, values.shape[3]), shape)]
 
     def put(self, sums: list[torch.Tensor]) -> None:
         self.buffers, self.is_initialized, self.device = sums, True, sums[0].device
@@ -71,8 +75,8 @@ class LinearLayer(Layer):
     def check(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if not self.is_initialized:
             return
-        new = key_states.shape[:2], key_states.device, value_states.shape[3]
-        held = self.buffers[1].shape[:2], self.buffers[0].device, self.buffers[0].shape[3]
+        new = key_states.shape[:2], key_states.device, value_states.shape[3], dtype_of(key_states)
+        held = self.buffers[1].shape[:2], self.buffers[0].device, self.buffers[0].shape[3], self.buffers[0].dtype
         if new == held and self.buffers[1].shape[2] == num_features(self.linear_map, key_states.shape[3]):
             return
         if self.seen:

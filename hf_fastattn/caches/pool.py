@@ -101,7 +101,7 @@ class Pool:
         drop = [chosen] if chosen else [entry for entry in same_rows if entry not in held[-1:]]
         self.idle = [entry for entry in self.idle if entry not in drop]
         if chosen is None and among is None:
-            capacity = max((storage.ahead(capacity) for _, storage in same_rows), default=capacity)
+            capacity = max((each.ahead(capacity) for _, each in same_rows if not each.holds(capacity)), default=capacity)
         return None if chosen is None else chosen[1], capacity
 
     @property

@@ -62,9 +62,13 @@ class StoredCache(hf.Cache):
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens in total. The default does nothing."""
 
+    @property
+    def _held_rows(self) -> int | None:
+        return self.storage.rows
+
     def check_rows(self, rows: int) -> None:
         """Raise ValueError if the cache holds tokens of another batch size."""
-        held = self.storage.rows
+        held = self._held_rows
         if self.storage.seen and held is not None and held != rows:
             raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
 
@@ -120,6 +124,10 @@ class ChangeableCache(StoredCache):
     @property
     def _rows(self) -> int:
         return self.storage.rows or 0
+
+    @property
+    def _held_rows(self) -> int | None:
+        return self._rows or None  # also those of a file
 
     def reset(self) -> None:
         """Discard all tokens; the buffers stay in place."""

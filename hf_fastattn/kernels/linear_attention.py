@@ -115,7 +115,8 @@ def attend(
         some = slice(begin, min(begin + chunk, tokens))
         fk, fq, values = phi(k[:, :, some], False), phi(q[:, :, some], True), wide(v[:, :, some])
         if live is not None:
-            fk = fk * live[:, None, some, None]
+            there = live[:, None, some, None]
+            fk, values = torch.where(there, fk, 0), torch.where(there, values, 0)
         grouped = fq.reshape(batch, kv_heads, -1, fq.shape[-1])  # the query heads of a KV head are adjacent
         products = (grouped @ fk.mT).view(*fq.shape[:3], -1).tril().view(*grouped.shape[:3], -1)
         out, total = products @ values, products.sum(-1, keepdim=True)

@@ -86,7 +86,9 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
     for name in PADDED & given.keys():
         if given[name] is not None:
             inputs[name] = given[name][..., :1].expand(*given[name].shape[:-1], size)
-    storage.sync(ids.device)
+    live = min(size, storage.capacity - storage.seen)  # tokens that are no padding
+    counted = (live,) if live > 1 else ()
+    storage.sync(ids.device, *counted)
     forwards.set_mask(cache, inputs, size)
     entry = forwards.present.entry(cache, inputs, size)
     if entry.graph is not None or entry.refused is not None:
@@ -98,14 +100,14 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
         mark = Mark(storage, entry.device)
         try:
             entry.copy_in(inputs)
-            forwards.recorder.step(entry, storage, inputs)
+            forwards.recorder.step(entry, storage, inputs, counted)
         except Exception as error:
             entry.refused = str(error)
             graphs.asked[storage][size] = NEVER
             raise
         finally:
             undo(storage, mark)
-            storage.sync(ids.device)
+            storage.sync(ids.device, *counted)
         if entry.refused is not None:
             break
     return True

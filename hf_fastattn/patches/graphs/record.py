@@ -38,9 +38,10 @@ class Recorder:
         self.model = model
         self.run = run
 
-    def step(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:
+    def step(self, entry: Entry, storage: Storage, inputs: Inputs, counted: tuple[int, ...] | None = None) -> torch.Tensor:
         """The logits of one step, by the graph of `entry` if it has one. Raises Uncapturable if none can be captured.
 
+        counted: what sync() of the storage has got after the device; None for the number of tokens of the inputs.
         A rehearsal sets `entry.refused` if the step must not be captured; the step has then run, and must not run again.
         """
         graphs = self.graphs
@@ -49,11 +50,11 @@ class Recorder:
             return _replay(entry, entry.graph, inputs)
         began = time.perf_counter()
         try:
-            return self._first(entry, storage, inputs)
+            return self._first(entry, storage, inputs, several(inputs["input_ids"]) if counted is None else counted)
         finally:
             graphs.seconds = time.perf_counter() - began
 
-    def _first(self, entry: Entry, storage: Storage, inputs: Inputs) -> torch.Tensor:
+    def _first(self, entry: Entry, storage: Storage, inputs: Inputs, counted: tuple[int, ...]) -> torch.Tensor:
         """A step that is rehearsed or captured."""
         graphs, at_once, expected = self.graphs, entry.rehearsal is None, None
         body = entry.body(self.model, self.run, storage, graphs.ranks.peers)
@@ -62,13 +63,13 @@ class Recorder:
             if self.must_rehearse(entry):
                 return entry.kept(self._examined(entry, body).logits, inputs)
         elif verify.needed(self.model):
-            expected = self._from_python(entry, body, storage, inputs)
+            expected = self._from_python(entry, body, storage, inputs, counted)
         new, held, mark = graph.new_graph(entry.device, graphs.shared), references(storage), Mark(storage, entry.device)
         if at_once:
             outputs = self._at_once(entry, body, new)
             if outputs is None:
                 undo(storage, mark)
-                storage.sync(entry.device, *several(inputs["input_ids"]))
+                storage.sync(entry.device, *counted)
                 return entry.kept(self._examined(entry, body).logits, inputs)
         else:
             outputs = graphs.ranks.attempt(new.capture, body, communicates=False)
@@ -108,13 +109,15 @@ class Recorder:
         alone = not graphs.captures_at_once or graphs.ranks.several or verify.needed(self.model)
         return alone or not graphs.knows(entry)
 
-    def _from_python(self, entry: Entry, body: Callable[[], Any], storage: Storage, inputs: Inputs) -> torch.Tensor:
+    def _from_python(
+        self, entry: Entry, body: Callable[[], Any], storage: Storage, inputs: Inputs, counted: tuple[int, ...]
+    ) -> torch.Tensor:
         """The logits of a step, run from Python and then undone."""
         mark = Mark(storage, entry.device)
         outputs = self.graphs.ranks.attempt(lambda run: run(), body, communicates=True)
         expected = entry.kept(outputs.logits, inputs).clone()
         undo(storage, mark)
-        storage.sync(entry.device, *several(inputs["input_ids"]))
+        storage.sync(entry.device, *counted)
         return expected
 
     def _check_positions(self, entry: Entry, storage: Storage) -> None:
