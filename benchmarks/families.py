@@ -224,12 +224,13 @@ def read_cases(
     reserve: float,
     seconds: float,
     shapes: Iterable[str] = SHAPES,
+    shape: str = "8b",
 ) -> argparse.Namespace:
     """The arguments of a benchmark of named cases, checked: cases of the tiny shape run with it alone by default.
 
-    shapes: names of models, of which the first is the default."""
-    cases, shapes = [*cases], [*shapes]
-    parser.add_argument("--shape", default=shapes[0], choices=shapes, help="default: %(default)s")
+    shapes: names of models. shape: the default one."""
+    cases = [*cases]
+    parser.add_argument("--shape", default=shape, choices=shapes, help="default: %(default)s")
     help_ = f"of {', '.join(cases)}; default all but those of the tiny shape, and those alone for it"
     parser.add_argument("--only", type=listed, help=help_)
     parser.add_argument("--reserve", type=float, default=reserve, help="seconds that a case may need (default: %(default)s)")

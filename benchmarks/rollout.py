@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.rollou
     parser.add_argument("--new", type=int, default=new, help="new tokens (default: %(default)s, TRL's)")
     parser.add_argument("--rollouts", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--lr", type=float, default=1e-3, help="of AdamW (default: %(default)s)")
-    args = families.read_cases(parser, argv, PRECISIONS, reserve=90, seconds=225, shapes=MODELS)
+    args = families.read_cases(parser, argv, PRECISIONS, reserve=90, seconds=225, shapes=MODELS, shape="qwen3-1.7b")
     head = {"method": METHOD, "unit": "s a rollout", "given": GIVEN}
     head |= {name: getattr(args, name) for name in ("prompts", "prompt_tokens", "samples", "new", "lr")}
 

@@ -1,6 +1,6 @@
 """distill(): learn the maps with which linear attention has the weights of a model's softmax, and load a model that has them.
 
-Source: Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry" (2024), section 4.2.
+Source: Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry" (2024), section 4.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def cross_entropy(q: torch.Tensor, k: torch.Tensor, scale: float, learned: Linea
     """The loss of a layer: the cross entropy between the causal softmax weights and those of its map, of each query, in nats.
 
     q (batch, num_heads, tokens, head_dim), k (batch, num_kv_heads, tokens, head_dim). The mean over rows, heads and queries.
-    Its least value is the entropy of the softmax. Source: as above, equation 8.
+    Its least value is the entropy of the softmax.
     """
     q, k = q.float(), k.float()
     found = weights(features(LEARNED, q, scale, learned.query, True), features(LEARNED, k, scale, learned.key))

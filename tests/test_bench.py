@@ -1,5 +1,7 @@
 """The end-to-end benchmark on the CPU: everything except the graph and the figures."""
 
+import argparse
+import contextlib
 import json
 import math
 import re
@@ -196,6 +198,13 @@ def test_invalid_options_are_refused(tmp_path, capsys, main, arguments, said):
     with pytest.raises(SystemExit):
         main([*arguments, *([] if main is report.main else ["--out", str(tmp_path)])])
     assert said in capsys.readouterr().err
+
+
+def test_named_cases_are_of_the_8b_by_default():
+    parser = argparse.ArgumentParser()
+    with contextlib.suppress(SystemExit):  # without a GPU
+        families.read_cases(parser, [], ["a case"], reserve=1, seconds=1)
+    assert parser.get_default("shape") == "8b"
 
 
 MUST = {"kernels": ["prefill"], "commits": ["--before", "."]}  # arguments that a benchmark must have

@@ -79,8 +79,8 @@ class Backend:
 
     @property
     def reads_eight_bits(self) -> bool:
-        """Whether its decode kernel reads K and V in 8 bits as they are stored."""
-        return isinstance(self.decode, TritonKernel)
+        """Whether its decode kernel reads K and V in 8 bits as they are stored, and can be given them: a window has none."""
+        return isinstance(self.decode, TritonKernel) and not self.streaming
 
     def kernel(self, q_len: int, num_heads: int, num_kv_heads: int) -> tuple[str, Kernel]:
         """("decode" or "prefill", kernel) for a call of this shape."""

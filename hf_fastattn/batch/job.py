@@ -12,7 +12,7 @@ from .. import hf, registry
 from ..caches import paged
 from ..caches.layers import free_bytes
 from ..caches.paged import GROUP, PagedStorage, windows_of
-from ..caches.pages import SIZES, Pool
+from ..caches.pages import Pool, check_size
 from .loop import KEEP, Loop
 from .pick import Picker
 from .requests import BatchError, Row
@@ -176,8 +176,7 @@ def settings_of(
     Raises ValueError."""
     batching = getattr(asked.config, "continuous_batching_config", None) if batching is None else batching
     size = SIZE if batching is None else hf.page_size_of(batching)
-    if size not in SIZES:
-        raise ValueError(f"A page has {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} tokens; got page_size={size}.")
+    check_size(size)
     rows = _given(batching, "max_requests_per_batch") or min(MOST_ROWS, len(texts))
     share = _given(batching, "max_memory_percent") or SHARE
     budget = _given(batching, "max_batch_tokens") or asked.config.prefill_chunk_size or BUDGET

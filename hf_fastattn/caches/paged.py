@@ -82,8 +82,8 @@ class PagedLayer(Buffered):
         if rows.ends is None:
             return KV(*states)
         if rows.ends.numel():
-            k, v = (x.new_zeros(()).expand(1, x.shape[1], rows.ends.numel(), x.shape[3]) for x in states)
-            append(kv, k.contiguous(), v.contiguous(), rows.ends)
+            k, v = (x.new_zeros(1, x.shape[1], rows.ends.numel(), x.shape[3]) for x in states)
+            append(kv, k, v, rows.ends)
         # Other GPUs load tiles from pages by an address for each slot, which takes longer than a copy.
         return kv if gpu.arch(self.buffers[0].device) in (0, 90) else gather(kv)
 

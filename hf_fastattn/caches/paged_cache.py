@@ -17,7 +17,7 @@ from .. import hf, registry
 from ..attention.step import Step
 from . import saved
 from .paged import why_not
-from .pages import SIZES
+from .pages import check_size
 from .preallocated import checked
 from .stored import Arguments, ChangeableCache
 from .table_storage import OTHER, TableStorage
@@ -43,8 +43,7 @@ class PagedCache(ChangeableCache):
 
     def __init__(self, config: saved.ModelOrConfig, capacity: int = 1, *, page_size: int = 64, grow: bool = True):
         tokens, own = checked(capacity), saved.config_of(config)
-        if page_size not in SIZES:
-            raise ValueError(f"A page has {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} tokens; got page_size={page_size!r}.")
+        check_size(page_size)
         kinds = hf.layer_kinds(own)
         reason = why_not(own, kinds) or ("ranks share it" if hf.is_shared(config) else None)
         if reason is not None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-SIZES = (16, 32, 64, 128, 256)  # tokens of a page
+from ..kernels.spec import PAGE_SIZES
+
 Key = tuple[int, tuple[int, ...]]  # the page before, or -1, and the ids of a page
 Held = list[list[int]]  # the pages of a text in each pool, in order; 0 where no later query sees a page
+
+
+def check_size(size: int) -> None:
+    """Raise ValueError if a page cannot have so many tokens."""
+    if size not in PAGE_SIZES:
+        *most, last = PAGE_SIZES
+        raise ValueError(f"A page has {', '.join(map(str, most))} or {last} tokens; got page_size={size!r}.")
 
 
 class Pool:

@@ -198,7 +198,7 @@ def _streams(backend: str) -> bool:
 
 
 def _reads_eight_bits(backend: str) -> bool:
-    return backend in registry.names() and registry.get(backend).reads_eight_bits and not _streams(backend)
+    return backend in registry.names() and registry.get(backend).reads_eight_bits
 
 
 def _plan(

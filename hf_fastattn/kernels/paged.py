@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from .host.gpu import HAS_TRITON
-from .spec import KV, PLAIN, Form, Sizes
+from .spec import KV, PAGE_SIZES, PLAIN, Form, Sizes
 
 __all__ = ["PAGE_SIZES", "gather", "paged"]
-
-PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def paged(k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor) -> KV:

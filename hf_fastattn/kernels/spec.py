@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["KV", "Form", "Spec"]
+__all__ = ["KV", "PAGE_SIZES", "Form", "Spec"]
+
+PAGE_SIZES = (16, 32, 64, 128, 256)  # tokens of a page of K and V
 
 Result = torch.Tensor | Any  # of attention: out, or with return_lse the pair (out, lse), which the type does not express
 # Of q, k, v and sink_logits; None for those that are not needed.

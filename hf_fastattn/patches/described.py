@@ -24,8 +24,6 @@ from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
 from .graphs.entry import KEEP, Entry
 from .graphs.policy import several
-from .patched import LONGEST as LONGEST
-from .patched import ROWS as ROWS
 from .patched import Patch
 
 BEAMS = 8  # the most rows that beam search is expected to have

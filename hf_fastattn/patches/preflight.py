@@ -225,7 +225,7 @@ def which_kv_dtype(model: hf.PreTrainedModel, backend: registry.Backend, cache: 
         return
     reason = eight_bits.why_not(kv_dtype, model)
     if reason is None and (cache != "preallocated" or not backend.reads_eight_bits):
-        reads = [name for name in registry.names() if (each := registry.get(name)).reads_eight_bits and not each.streaming]
+        reads = [name for name in registry.names() if registry.get(name).reads_eight_bits]
         reason = (
             f"kv_dtype={kv_dtype!r} needs a preallocated cache and a backend whose decode kernel reads 8 bits: "
             f"{', '.join(reads)}; got {backend.name!r} with a cache of {cache!r}. Leave out kv_dtype=, or use one of these."

@@ -18,9 +18,9 @@ from .. import hf, registry
 from ..batch import job
 from ..batch.loop import BUCKETS
 from ..caches.paged import COUNTS, counted
-from ..caches.pages import SIZES
 from ..kernels.ahead.describe import Kernel, describing
 from ..kernels.host import gpu
+from ..kernels.spec import PAGE_SIZES
 from .described import Batches, Forwards, Point
 from .graphs.policy import launch_bound
 from .graphs.state import MARK
@@ -78,8 +78,8 @@ class Recipe(NamedTuple):
                 "at their first launch; leave this call out."
             )
         page = job.SIZE if batch is True else int(batch)
-        if page and page not in SIZES:
-            raise ValueError(f"batch must be True or the tokens of a page, one of {SIZES}; got {batch!r}.")
+        if page and page not in PAGE_SIZES:
+            raise ValueError(f"batch must be True or the tokens of a page, one of {PAGE_SIZES}; got {batch!r}.")
         others = job.why_not_backend(backend)
         if page and (reason := job.why_not(model, hf.layer_kinds(model.config), others)) is not None:
             raise ValueError(f"generate_batch() cannot run this {type(model).__name__}: {reason}. Leave batch out.")

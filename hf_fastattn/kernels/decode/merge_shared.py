@@ -24,7 +24,7 @@ HEADS = 8  # of a program
 def merge_shared(
     out: torch.Tensor, lse: torch.Tensor, once: torch.Tensor, lse_once: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
-    """`out`, which is overwritten unless gradients or a compiler forbid it.
+    """Both merged: `out`, overwritten by the kernel, or a new tensor where torch runs.
 
     out, lse: attention of rows over their own keys, (rows, heads, 1, head_dim) and (rows, heads, 1), fp32, finite. once,
     lse_once: of the queries of groups over the keys that they share, (groups, heads, most, head_dim) and (groups, heads, most);

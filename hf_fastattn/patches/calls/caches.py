@@ -23,8 +23,8 @@ from ...streaming import Settings
 class CallCaches:
     """The caches of one model. kinds: of its layers. streaming: the settings of a streaming backend, None for others.
 
-    shares: how ranks share K and V by sequence. kv_dtype: of K and V in 8 bits. linear: the map of
-    linear attention, None for other attention. pool: the storages that are kept between calls.
+    shares: how ranks share K and V by sequence. kv_dtype: of K and V in 8 bits. linear: the map of linear attention, None for
+    other attention. pool: the storages that are kept between calls.
     """
 
     def __init__(
