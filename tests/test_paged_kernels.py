@@ -56,7 +56,10 @@ def pool_of(case: Case, k, v, device) -> KV:
     pages = -(-most // case.size) + 1
     table = torch.randperm(batch * pages + 3)[: batch * pages].view(batch, pages).int()
     kv = paged.paged(
-        *(torch.full((batch * pages + 3, heads, case.size, x.shape[3]), float("nan"), device=device) for x in (k, v)),
+        *(
+            torch.full((batch * pages + 3, heads, case.size, x.shape[3]), float("nan"), dtype=x.dtype, device=device)
+            for x in (k, v)
+        ),
         table.to(device),
     )
     slots = torch.arange(most, device=device).expand(batch, -1)
@@ -104,6 +107,25 @@ def test_pages(kernel, case, device, monkeypatch):
     options = {"softcap": case.options.get("softcap"), "sink_logits": logits}
     expected = oracle.attention(q, k, v, seen, **options)
     tolerance.assert_attention(found, expected, q, k, v, spans, seen, {**case.options, **options}, f"{kernel.name} {case.id}")
+
+
+@pytest.mark.skipif(test_kernels.HOPPER not in test_kernels.RUNNABLE, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("size, dim", [*((size, 128) for size in paged.PAGE_SIZES), (64, 64), (64, 96), (16, 256)])
+def test_the_hopper_kernel_reads_pages(size, dim, window, device):
+    """NaN is where no token is, and pages that the window has passed are -1."""
+    torch.manual_seed(0)
+    kernel, case = test_kernels.HOPPER, Case(size, 130, (700, 300, 130), options={} if window is None else {"window": window})
+    q = torch.randn(3, 4, 130, dim, device=device, dtype=torch.float16)
+    k, v = torch.randn(2, 3, 2, 700, dim, device=device, dtype=torch.float16)
+    k[1, :, :size], v[1, :, :size] = k[0, :, :size], v[0, :, :size]
+    kv, spans = pool_of(case, k, v, device), spans_of(case.lengths, 130, window).to(device)
+    with test_kernels.counted_launches(kernel) as launched:
+        found = kernel.launcher()(q, kv, Spec(**case.options), spans, return_lse=True)
+    assert kernel.launches[0] in launched
+    seen = oracle.visible_from_spans(spans, 130, 700, causal=True)
+    expected = oracle.attention(q, k, v, seen)
+    tolerance.assert_attention(found, expected, q, k, v, spans, seen, dict(case.options), f"pages of {size}, head_dim {dim}")
 
 
 @pytest.mark.parametrize("name, logits", [("lean", True), ("split_kv", False)])

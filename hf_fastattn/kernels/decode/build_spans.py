@@ -103,12 +103,12 @@ def _build_spans_kernel(
             offs_w = w + tl.arange(0, BLOCK)
             slots = offs_w[:, None] * 32 + bit[None, :]
             column = slots + kv_offset
-            there = tl.load(
+            live = tl.load(
                 Mask + row * mask_stride_b + column.to(tl.int64) * mask_stride_n,
                 mask=(slots < stop) & (column < mask_len),
                 other=0,
             )
-            seen = there != 0
+            seen = live != 0
             tl.store(out + NUM_INTS + offs_w, tl.sum(seen.to(tl.int32) << bit[None, :], 1), mask=offs_w < words)
             first = tl.minimum(first, tl.min(tl.min(tl.where(seen, slots, kv_len), 1), 0))
             last = tl.maximum(last, tl.max(tl.max(tl.where(seen, slots + 1, 0), 1), 0))
