@@ -245,9 +245,15 @@ class Rotation(NamedTuple):
         computed = any(t is not None and gpu.storage_of(t) == read for t in (*self.out, *self.inputs[6:]))
         return same and not computed and k.dtype == new_keys.dtype and new_values.shape[-1] <= k.shape[-1]
 
-    def launch(self, kv: KV | None = None, *new: torch.Tensor | None) -> None:
-        """Rotate. kv, new: kv, new_values, slot and live of append.append, to append new_values and the rotated k too."""
-        others = NOT_APPENDED if kv is None else (*kv.tensors, *new)
+    def launch(
+        self,
+        kv: KV | None = None,
+        new_values: torch.Tensor | None = None,
+        slot: torch.Tensor | None = None,
+        live: torch.Tensor | None = None,
+    ) -> None:
+        """Rotate. kv, new_values, slot, live: those of append.append, to append new_values and the rotated k too."""
+        others = NOT_APPENDED if kv is None else (*kv.tensors, new_values, slot, live)
         start = _prepare((self.q, self.k, *self.inputs[2:6], *others), PLAIN if kv is None else kv.form, *self.options)
         assert start is not None
         start(*self.inputs, *self.out, *others)
