@@ -110,7 +110,7 @@ assert not {'hf_fastattn.evaluation', 'hf_fastattn.explanation'} & {*sys.modules
 with hf_fastattn.count_calls() as calls:
     tokens(model)
 assert calls['lean.decode']
-assert set(modeling.AttentionInterface._global_mapping) - names == {'streaming'}
+assert set(modeling.AttentionInterface._global_mapping) - names == {'linear', 'streaming'}
 from transformers import AttentionInterface, AttentionMaskInterface
 for name in hf_fastattn_autoload.NAMES:
     for registry in (AttentionInterface(), AttentionMaskInterface()):

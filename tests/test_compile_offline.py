@@ -470,7 +470,8 @@ def test_four_programs_of_the_merge_of_shares_fit_an_sm(tmp_path):
     k = k.expand(1, 8, 8192, 128)
     given = Call.of((q, k, k, *[None] * 6), PLAIN, Spec(causal=False), False)
     with compiling(merge, ("merge_shares_kernel",), 90) as compiled:
-        merge.merge_shares(given, 4, (10, 8, 8, 8, 0), 7, 128, 128, 0)(q, q, torch.zeros(1), spans.no_spans(q.device, False), q)
+        start = merge.merge_shares(given, 4, (10, 8, 8, 8, 0), 7, 128, 128, 0, 0)
+        start(q, q, torch.zeros(1), spans.no_spans(q.device, False), q)
     (kernel,) = compiled.values()
     assert 4 * kernel.metadata.num_warps * 32 * read(kernel, tmp_path).registers <= 65536
 

@@ -204,6 +204,8 @@ def test_bad_arguments(more, error):
         ("deepseek_v3", "latents"),
         ("mllama_text_model", "an image"),
         ("t5", "encoder-decoder"),
+        ("bloom", "bias of keys"),
+        ("mpt", "bias of keys"),
     ],
 )
 def test_models_that_are_refused(name, why):

@@ -52,7 +52,7 @@ def attention_forward(
         mask = packed.of_prompts(backend, mask, prompts, query)
     if (rows := steps.ragged()) is not None:
         rows.check(mask)
-    refuse.bias(name, key_bias, backend.streaming, compiling or rows is not None)
+    refuse.bias(name, key_bias, backend.streaming, compiling)
     if not compiling:
         refuse.other_than_pages(key, value)
         refuse.pages_without_mask(mask, key)

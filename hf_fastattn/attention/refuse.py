@@ -100,14 +100,10 @@ def other_forms(name: str, kv: KV, biased: bool) -> None:
         )
 
 
-def bias(name: str, key_bias: torch.Tensor | None, streaming: bool, elsewhere: bool) -> None:
-    """Raise ValueError for a bias of keys that is not supported. elsewhere: in a compiled graph or in generate_batch()."""
-    if key_bias is not None and (streaming or elsewhere):
-        why = (
-            "drops tokens whose biases it would need"
-            if streaming
-            else "has no bias of keys in torch.compile and generate_batch()"
-        )
+def bias(name: str, key_bias: torch.Tensor | None, streaming: bool, compiling: bool) -> None:
+    """Raise ValueError for a bias of keys that is not supported."""
+    if key_bias is not None and (streaming or compiling):
+        why = "drops tokens whose biases it would need" if streaming else "has no bias of keys in torch.compile"
         raise ValueError(f'attn_implementation={name!r} {why} (ALiBi). Use generate() with "lean", without torch.compile.')
 
 

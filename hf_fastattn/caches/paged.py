@@ -19,7 +19,7 @@ from ..attention import ragged
 from ..attention import step as steps
 from ..attention.ragged import Ragged, Shared
 from ..attention.step import EAGER, Step
-from ..hf import Kind
+from ..hf import Kind, has_alibi
 from ..kernels.host import gpu
 from ..kernels.spec import KV
 from .buffers import Buffered, Pair, refuse_gradient
@@ -290,6 +290,8 @@ def why_not(config: Any, kinds: Sequence[Kind]) -> str | None:
         return "it has layers that attend to an image, which pages do not hold"
     if any(kind.name not in ("full", "window") for kind in kinds):
         return "it has layers with recurrent states, or without K and V of their own, which pages do not hold"
+    if has_alibi(config):
+        return "its positions are a bias of keys (ALiBi), which the kernels do not read beside pages"
     return None
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-__all__ = ["Alibi", "alibi"]
+__all__ = ["Alibi", "alibi", "has_alibi"]
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]  # of a backend: (module, query, key, value, mask, scaling=, key_bias=)
 Dense = Callable[[Any, int, int], torch.Tensor]  # (mask, q_len, kv_len) -> bool, True where attended
@@ -27,6 +27,11 @@ def alibi(model: PreTrainedModel) -> Alibi | None:
     """That of this model; None if it has other positions, or if its code may be another."""
     found = _MODELS.get(model.config.model_type)
     return found if found and type(model).__module__.startswith("transformers.models.") else None
+
+
+def has_alibi(config: PreTrainedConfig) -> bool:
+    """Whether the positions of a model are a bias of keys, by its configuration alone."""
+    return config.model_type in _MODELS
 
 
 def _runs_own(module: torch.nn.Module, hidden: torch.Tensor, given: dict[str, Any]) -> bool:

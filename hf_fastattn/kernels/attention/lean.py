@@ -139,6 +139,7 @@ def lean_kernel(
 @triton.jit(
     do_not_specialize=[
         "stride_sb", "batch", "team", "heads", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start", "programs",
+        "log_m",
     ]
 )  # fmt: skip
 def lean_merge_kernel(
@@ -147,13 +148,15 @@ def lean_merge_kernel(
     Workspace,  # (floats,), fp32: `device.merge.store_partial`
     Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
-    stride_sb, batch, team, heads, kv_heads, q_len, kv_len, window, num_sms, stats_start, programs,
-    BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-    CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    stride_sb, batch, team, heads, kv_heads, q_len, kv_len, window, num_sms, stats_start, programs, log_m,
+    BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program for each ROWS packed rows: merges their partials in order, if several programs computed them."""
+    """One program for each ROWS packed rows: merges their partials in order, if several programs computed them.
+
+    log_m: log2 of the rows in a block of lean_kernel."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
-    num_rows, block = q_len * C.GROUP, first_row // BLOCK_M
+    num_rows, block, in_block = q_len * C.GROUP, first_row >> log_m, first_row & ((1 << log_m) - 1)
     teams, head, member = programs // team, kv_head * (heads // kv_heads) + block // team, block % team
     # The spans may be read before the wait: every program of lean_kernel has waited for what wrote them.
     head_tiles, row_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
@@ -174,9 +177,9 @@ def lean_merge_kernel(
     let_next_begin(EARLY)
     if first == last:
         return
-    begin = (2 * (first * team + member) + 1) * BLOCK_M + first_row % BLOCK_M
+    begin = ((2 * (first * team + member) + 1) << log_m) + in_block
     offs_v, acc, m, l = merge_rows(
-        Workspace, stats_start, begin, (2 * team - 1) * BLOCK_M, 2 * team * BLOCK_M, 1, last - first + 1,
+        Workspace, stats_start, begin, (2 * team - 1) << log_m, (2 * team) << log_m, 1, last - first + 1,
         num_rows - first_row, ROWS, CHUNK, C,
     )  # fmt: skip
     rows = first_row + tl.arange(0, ROWS)
@@ -248,7 +251,7 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
         **schedule,
         **merge_form,
         programs=programs,
-        BLOCK_M=config.BLOCK_M,
+        log_m=config.BLOCK_M.bit_length() - 1,
         C=Output(**call.output(config.BLOCK_N)),
     )
     launches = launch.Launch(
