@@ -75,6 +75,17 @@ def test_generate_has_the_tokens_of_eager_and_captures_once(family, graphs):
         assert patch.captures == captures and patch.replays >= replays + NEW - 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])
+def test_twenty_calls_capture_once(family, graphs):
+    model = built(family)
+    texts = [IDS[i % 2 : i % 2 + 1, : 3 + i * 7 % 17] for i in range(20)]
+    expected = [generated(model, text) for text in texts]
+    with hf_fastattn.patch(model) as patch:
+        assert all(torch.equal(generated(model, text), want) for text, want in zip(texts, expected, strict=True))
+        assert patch.captures == 1 and not patch.reasons
+
+
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])
 def test_turns_copies_rows_and_files(family, graphs, tmp_path):
     model, path = built(family), tmp_path / "cache"
