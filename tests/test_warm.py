@@ -44,18 +44,18 @@ TARGETS = {"H100": (90, 132), "H100 PCIe": (90, 114), "A100": (80, 108)}
 H100 = TARGETS["H100"]
 # The number of kernels in the list of a model, for each of TARGETS.
 LISTED = {
-    "Llama 1B": (65, 69, 67),
-    "Llama 8B": (66, 70, 66),
-    "Gemma 3 4B": (73, 72, 70),
-    "GPT-OSS 20B": (72, 74, 74),
-    "Qwen3 30B": (72, 74, 73),
+    "Llama 1B": (60, 62, 64),
+    "Llama 8B": (63, 64, 63),
+    "Gemma 3 4B": (67, 65, 62),
+    "GPT-OSS 20B": (70, 71, 74),
+    "Qwen3 30B": (71, 72, 73),
 }
 # Of a hybrid, for an H100, and the kernels of its linear layers.
 OF_HYBRIDS = {
-    "Qwen3.5 0.8B": (80, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
-    "Falcon-H1 0.5B": (87, {"conv_update_kernel", "selective_kernel"}),
-    "LFM2 1.2B": (69, {"conv_update_kernel"}),
-    "Gemma 3n E2B": (87, set()),
+    "Qwen3.5 0.8B": (76, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
+    "Falcon-H1 0.5B": (83, {"conv_update_kernel", "selective_kernel"}),
+    "LFM2 1.2B": (64, {"conv_update_kernel"}),
+    "Gemma 3n E2B": (83, set()),
 }
 STEPS = {"conv_update_kernel", "gated_delta_kernel", "selective_kernel", "gated_norm_kernel"}
 SURPLUS = 1.5  # of a list, over what a life of 300 calls meets
@@ -125,7 +125,7 @@ def test_the_list_of_generate_batch_has_what_jobs_meet_and_few_further_kernels(n
     met, kernels, others = lives.met_apart(recipe, part), warm.listed(recipe._replace(page=64)), warm.listed(recipe)
     assert len(met) > 15 and any("load_64" in str(kernel.as_json()) for kernel in met)
     assert not [kernel for kernel in met if kernel not in kernels]
-    assert len([kernel for kernel in kernels if kernel not in others]) <= 33
+    assert len([kernel for kernel in kernels if kernel not in others]) <= 29
     assert part == "job" or len(kernels) <= SURPLUS * len(met)
     assert not any("load_64" in str(kernel.as_json()) for kernel in others)
     seconds = [kernel.seconds for kernel in kernels]

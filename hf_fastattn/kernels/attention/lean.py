@@ -36,7 +36,7 @@ from .plan import Call, Plan
 from .schedule import assign_tiles, choose, program_of, queries_of, seen_keys, team_size, tiles_of, visible_keys
 from .split_kv import fixed_splits
 
-BLOCKS_B = 8, 64  # of a batch with rows of several lengths
+BLOCKS_B = 8, 64, 256  # of a batch with rows of several lengths
 
 
 @triton.jit(

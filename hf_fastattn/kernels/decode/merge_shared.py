@@ -71,7 +71,8 @@ if triton is not None:
         do_not_specialize=[
             "stride_ob", "stride_oh", "stride_lb", "stride_lh", "stride_gb", "stride_gh", "stride_gm", "stride_sb", "stride_sh",
             "stride_sm", "heads", "most",
-        ]
+        ],
+        do_not_specialize_on_alignment=["Place"],
     )  # fmt: skip
     def merge_shared_kernel(
         Out,  # (rows, heads, 1, head_dim), read and written
