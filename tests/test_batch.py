@@ -11,6 +11,7 @@ import fake_graph
 import pytest
 import tokenizers
 import torch
+from cases import slow_unless
 from models import FAMILIES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast
@@ -47,7 +48,6 @@ MORE = {
     "starcoder2": {},
 }
 ALL = FAMILIES | {name: (name, own) for name, own in MORE.items()}
-FEW = ("llama", "gemma2", "opt", "gptj")
 NEW = 8
 
 
@@ -99,7 +99,7 @@ def tokens(results) -> list[list[int]]:
     return [result.generated_tokens for result in results.values()]
 
 
-@pytest.mark.parametrize("family", [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in ALL])
+@pytest.mark.parametrize("family", slow_unless(["llama", "gemma2", "opt", "gptj"].__contains__, ALL))
 def test_families(family, seen):
     model_type, own = ALL[family]
     model, texts = tiny(model_type, "eager", **own), ragged()
@@ -172,7 +172,10 @@ PROCESSED = {
 }
 
 
-@pytest.mark.parametrize("case", [*PROCESSED, "of the caller"])
+CASES = slow_unless(["repetition_penalty", "forced_eos", "of the caller"].__contains__, [*PROCESSED, "of the caller"])
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_processors_read_the_ids_of_their_row(case, seen):
     model, texts = tiny("llama", "eager"), ragged()
     plain = alone(model, texts)
@@ -599,8 +602,10 @@ def test_groups():
     assert groups_of([], 3) == groups_of([c], 3) == groups_of([c, [8]], 3) == groups_of([a, a], 1) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("graph", [False, True])
+SHARED = [(family, graph) for family in ("llama", "gemma2", "gpt_oss") for graph in (False, True)]
+
+
+@pytest.mark.parametrize("family, graph", slow_unless([("llama", False), ("gemma2", True)].__contains__, SHARED))
 def test_shared_pages_are_read_once(family, graph, monkeypatch, seen):
     """By the rows of a group in one block: samples, and texts behind one beginning."""
     if graph:
