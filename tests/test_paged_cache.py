@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import slow_unless
 from models import PADDINGS, generate, prompts, tiny
-from test_batch import ALL
+from test_batch import ALL, eager
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
@@ -20,7 +20,6 @@ from hf_fastattn import PagedCache, hf
 from hf_fastattn.caches import table_storage
 from hf_fastattn.caches.paged import counted
 from hf_fastattn.caches.table_layers import TableLayer
-from hf_fastattn.hf.version import number_of
 
 WINDOWED = "gemma2"  # one layer of each kind
 NEW = {"max_new_tokens": 20}
@@ -31,13 +30,6 @@ MODES = {
     "chunks": {"prefill_chunk_size": 40},
     "lookup": {"prompt_lookup_num_tokens": 3},
 }
-
-
-def eager(name):
-    model_type, own = ALL[name]
-    if name == "gptj" and number_of(hf.VERSION) < (5, 24):
-        pytest.skip("its code computes attention itself, and cannot be patched")
-    return tiny(model_type, "eager", **own)
 
 
 def check(model, cases, size, **more):
@@ -315,7 +307,6 @@ def test_a_single_query_does_not_see_the_rest_of_the_last_page(monkeypatch):
         monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
         with pytest.raises(ValueError, match="in pages without a mask"):
             model(ids[:, 20:], past_key_values=cache)
-
 
 
 def test_any_number_of_groups_has_a_number_in_a_graph():
