@@ -78,7 +78,7 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("name", slow_unless([*REPLACED][1::3].__contains__, REPLACED))
 def test_a_function_of_a_library_replaced_between_two_calls(inputs, name, monkeypatch, model, twin):
     """torch's, that of a module within torch, a method of tensors, of a class, of a model's file; and put back."""
     with hf_fastattn.patch(model, "reference") as patch:
