@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import models
 import pytest
 import torch
 from models import VOCAB, prompts, tiny
@@ -12,16 +15,12 @@ from hf_fastattn.patches.graphs.graphs import DecodeGraphs
 from hf_fastattn.patches.graphs.present import Present
 
 pytestmark = pytest.mark.usefixtures("captured")
-NEW = 4
+generate = partial(models.generate, max_new_tokens=4)
 
 
 @pytest.fixture
 def llama():
     return tiny("llama", "sdpa")
-
-
-def generate(model, inputs, **options):
-    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
 # Each lets the model read its table by ids that the graph's own cannot serve. All old memory stays alive.

@@ -6,11 +6,14 @@ import copy
 import sys
 import threading
 import types
+from unittest.mock import Mock
 
 import fake_graph
 import pytest
 import tokenizers
 import torch
+from calls import At
+from cases import slow_unless
 from models import FAMILIES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessor, PreTrainedTokenizerFast
@@ -47,7 +50,6 @@ MORE = {
     "starcoder2": {},
 }
 ALL = FAMILIES | {name: (name, own) for name, own in MORE.items()}
-FEW = ("llama", "gemma2", "opt", "gptj")
 NEW = 8
 
 
@@ -99,12 +101,16 @@ def tokens(results) -> list[list[int]]:
     return [result.generated_tokens for result in results.values()]
 
 
-@pytest.mark.parametrize("family", [family if family in FEW else pytest.param(family, marks=pytest.mark.slow) for family in ALL])
-def test_families(family, seen):
+def eager(family, **more):
     model_type, own = ALL[family]
-    model, texts = tiny(model_type, "eager", **own), ragged()
     if family == "gptj" and number_of(hf.VERSION) < (5, 24):
         pytest.skip("its code computes attention itself, and cannot be patched")
+    return tiny(model_type, "eager", **own | more)
+
+
+@pytest.mark.parametrize("family", slow_unless(["llama", "gemma2", "opt", "gptj"].__contains__, ALL))
+def test_families(family, seen):
+    model, texts = eager(family), ragged()
     expected = alone(model, texts)
     with hf_fastattn.patch(model):
         for config in (sizes(), sizes(page=64, max_batch_tokens=4096, max_requests_per_batch=64)):
@@ -114,7 +120,7 @@ def test_families(family, seen):
 
 def test_steps_are_graphs(monkeypatch, seen):
     fake_graph.use(monkeypatch)
-    model, texts = tiny("gemma2", "eager", **FAMILIES["gemma2"][1]), ragged()[:4]
+    model, texts = eager("gemma2"), ragged()[:4]
     expected = alone(model, texts)
     with hf_fastattn.patch(model) as patch:
         for _ in range(2):
@@ -145,9 +151,12 @@ def test_samples(pages, seen):
     assert list(found) == ["req_0__child#0", "req_0__child#1", "req_0", "req_1__child#0", "req_1__child#1", "req_1"]
 
 
-def test_samples_differ():
+def test_samples_differ_and_no_prompts_and_one_token():
     model = tiny("llama", "eager")
+    expected = alone(model, [[7]])
     with hf_fastattn.patch(model):
+        assert model.generate_batch([], options()) == {}
+        assert tokens(model.generate_batch([[7]], options())) == expected
         torch.manual_seed(0)
         config = options(do_sample=True, num_return_sequences=4, temperature=3.0)
         assert len({tuple(each) for each in tokens(model.generate_batch(prompts(20), config))}) == 4
@@ -172,7 +181,10 @@ PROCESSED = {
 }
 
 
-@pytest.mark.parametrize("case", [*PROCESSED, "of the caller"])
+CASES = slow_unless(["repetition_penalty", "forced_eos", "of the caller"].__contains__, [*PROCESSED, "of the caller"])
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_processors_read_the_ids_of_their_row(case, seen):
     model, texts = tiny("llama", "eager"), ragged()
     plain = alone(model, texts)
@@ -214,81 +226,36 @@ def test_log_probabilities_and_times():
         assert len(result.timestamps) == NEW and result.prompt_ids == ids
 
 
-class Cancels(LogitsProcessor):
-    def __init__(self, loops, *requests):
-        self.loops, self.requests, self.calls = loops, requests, 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == 4:
-            for request in self.requests:
-                self.loops[-1].cancel(request)
-        return scores
-
-
-def test_cancelled_requests(seen):
+def test_requests_that_fail(seen):
+    """Two are cancelled, and one is longer than all pages: the others have their tokens."""
     model, texts = tiny("llama", "eager"), ragged()
-    expected = alone(model, texts)
+    expected, long = alone(model, texts), prompts(5, 90, 20)
+    cancel = At(3, lambda: [seen[-1].cancel(request) for request in ("req_0", "req_10")])
+    says = "req_1: A text of 90 tokens needs 6 pages of 16 tokens, and the pool has 4"
     with hf_fastattn.patch(model):
         with pytest.raises(BatchError, match=r"2 of 11 requests have failed .*cancelled") as caught:
-            model.generate_batch(texts, options(), sizes(), logits_processor=[Cancels(seen, "req_0", "req_10")])
+            model.generate_batch(texts, options(), sizes(), logits_processor=[cancel])
         results = caught.value.results
         assert [key for key, each in results.items() if each.error] == ["req_0", "req_10"]
-        assert (
-            tokens(results)[1:-1] == expected[1:-1]
-            and results["req_0"].generated_tokens == expected[0][:3][: len(results["req_0"].generated_tokens)]
-        )
-
-
-def test_a_prompt_longer_than_all_pages(seen):
-    model, texts = tiny("llama", "eager"), prompts(5, 90, 20)
-    expected = alone(model, texts)
-    with (
-        hf_fastattn.patch(model),
-        pytest.raises(BatchError, match=r"req_1: A text of 90 tokens needs 6 pages of 16 tokens, and the pool has 4") as caught,
-    ):
-        model.generate_batch(texts, options(), sizes(num_blocks=4))
+        first, *others, _ = tokens(results)
+        assert others == expected[1:-1] and first == expected[0][:3][: len(first)]
+    with hf_fastattn.patch(model), pytest.raises(BatchError, match=says) as caught:
+        model.generate_batch(long, options(), sizes(num_blocks=4))
     found = caught.value.results
-    assert found["req_0"].generated_tokens == expected[0] and found["req_2"].generated_tokens == expected[2]
-    assert found["req_1"].status == hf.RequestStatus.FAILED
+    assert tokens(found)[::2] == alone(model, long)[::2] and found["req_1"].status == hf.RequestStatus.FAILED
 
 
-class Interrupts(LogitsProcessor):
-    error: BaseException = KeyboardInterrupt()
-    calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == 5:
-            raise self.error
-        return scores
-
-
-def test_an_interrupted_call(seen):
+def test_an_interrupted_call_and_an_undone_patch(seen):
     model, texts = tiny("llama", "eager"), ragged()
     expected = alone(model, texts)
-    with hf_fastattn.patch(model):
+    with hf_fastattn.patch(model) as patch:
         with pytest.raises(KeyboardInterrupt):
-            model.generate_batch(texts, options(), sizes(), logits_processor=[Interrupts()])
+            model.generate_batch(texts, options(), sizes(), logits_processor=[At(4, Mock(side_effect=KeyboardInterrupt))])
         assert tokens(model.generate_batch(texts, options(), sizes())) == expected
-    seen[0].pages = seen[1].pages
-
-
-def test_an_undone_patch(seen):
-    model, texts = tiny("llama", "eager"), ragged()
-    patch = hf_fastattn.patch(model)
-
-    class Undoes(Interrupts):
-        def __call__(self, input_ids, scores):
-            if not patch.undone:
-                patch.undo()
-            return scores
-
-    with pytest.raises(RuntimeError, match="undone during a generate_batch"):
-        model.generate_batch(texts, options(), sizes(), logits_processor=[Undoes()])
+        with pytest.raises(RuntimeError, match="undone during a generate_batch"):
+            model.generate_batch(texts, options(), sizes(), logits_processor=[At(0, patch.undo)])
     assert "generate_batch" not in vars(model) and isinstance(model.generate_batch, types.MethodType)
-    seen.append(types.SimpleNamespace(pages=Pages(2, 16)))
-    del seen[0]
+    seen[:] = seen[1:2]
 
 
 def test_other_weights_and_threads(seen):
@@ -329,18 +296,6 @@ def switch(model):  # as an adapter is
     model.model.layers[0].self_attn.scaling *= 3
 
 
-class Changes(Interrupts):
-    def __init__(self, model, change, at):
-        self.model, self.change, self.at = model, change, at
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        if self.calls == self.at:
-            with torch.no_grad():
-                self.change(self.model)
-        return scores
-
-
 @pytest.mark.parametrize("change", [scale, replace, switch])
 def test_a_model_that_changes_in_a_call(change, seen):
     """Pages that the old model has written are found by no text that is read later, also if their text is still being read."""
@@ -349,8 +304,8 @@ def test_a_model_that_changes_in_a_call(change, seen):
         model = tiny("llama", "eager")
         with hf_fastattn.patch(model):
             for _ in range(2):
-                made = Changes(model, change, at)
-                found = model.generate_batch(texts, options(), sizes(max_requests_per_batch=rows), logits_processor=[made])
+                made = [At(at - 1, lambda model=model: torch.no_grad()(change)(model))]
+                found = model.generate_batch(texts, options(), sizes(max_requests_per_batch=rows), logits_processor=made)
                 assert tokens(found)[-1] == alone(model, texts[-1:])[0]
 
 
@@ -371,40 +326,38 @@ def test_stop_strings(seen, monkeypatch):
     assert len(calls) <= seen[0].steps + len(texts) < sum(map(len, expected))  # once for all rows of a step
 
 
-@pytest.mark.parametrize(
-    ("texts", "more", "error"),
-    [
-        ("text", {}, "takes a list of prompts, each a list of ids"),
-        ([[1], "text"], {}, "prompt 1 is 'text'"),
-        ([[1], []], {}, "Prompt 1 is empty"),
-        ([[1, 500]], {}, "ids from 1 to 500; the model has those from 0 to 127"),
-        ([[1]], {"max_new_tokens": 0}, "at least 1; got 0 for prompt 0"),
-        ([[1]], {"max_new_tokens": [1, 2]}, "has 2 numbers for 1 prompts"),
-        ([[1]], {"cache_implementation": "paged"}, "reads padding as text"),
-        ([[1]], {"use_cache": False}, "does not support use_cache=False"),
-        ([[1]], {"num_beams": 2}, "does not support num_beams=2"),
-        ([[1]], {"assistant_model": object()}, "does not support 'assistant_model'"),
-        ([[1]], {"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
-        ([[1]], {"stop_strings": ["a"]}, "pass tokenizer="),
-        ([[1]], {"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
-        ([[1]], {"continuous_batching_config": sizes(num_blocks=2.5)}, "must be an integer above 0; got 2.5"),
-        ([[1]], {"generation_config": options(continuous_batching_config=sizes(page=48))}, "got page_size=48"),
-        ([[1]], {"cache_implementation": "static"}, "does not support cache_implementation='static'"),
-        ([[1]], {"assistant_early_exit": 1}, "does not support assistant_early_exit=1"),
-    ],
-)
-def test_refusals(texts, more, error):
+PROMPTS = {
+    "takes a list of prompts, each a list of ids": "text",
+    "prompt 1 is 'text'": [[1], "text"],
+    "Prompt 1 is empty": [[1], []],
+    "ids from 1 to 500; the model has those from 0 to 127": [[1, 500]],
+}
+ARGUMENTS = [
+    ({"max_new_tokens": 0}, "at least 1; got 0 for prompt 0"),
+    ({"max_new_tokens": [1, 2]}, "has 2 numbers for 1 prompts"),
+    ({"cache_implementation": "paged"}, "reads padding as text"),
+    ({"assistant_model": object()}, "does not support 'assistant_model'"),
+    ({"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
+    ({"stop_strings": ["a"]}, "pass tokenizer="),
+    ({"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
+    ({"continuous_batching_config": sizes(num_blocks=2.5)}, "must be an integer above 0; got 2.5"),
+    ({"generation_config": options(continuous_batching_config=sizes(page=48))}, "got page_size=48"),
+]
+UNSUPPORTED = {"use_cache": False, "num_beams": 2, "cache_implementation": "static", "assistant_early_exit": 1}
+ARGUMENTS += [({name: value}, f"does not support {name}={value!r}") for name, value in UNSUPPORTED.items()]
+
+
+def test_refusals():
     model = tiny("llama", "eager")
-    with hf_fastattn.patch(model), pytest.raises((ValueError, TypeError), match=error):
-        model.generate_batch(texts, **({"generation_config": options()} | more))
+    with hf_fastattn.patch(model):
+        for texts, more, error in [(texts, {}, error) for error, texts in PROMPTS.items()] + [([[1]], *row) for row in ARGUMENTS]:
+            with pytest.raises((ValueError, TypeError), match=error):
+                model.generate_batch(texts, **({"generation_config": options()} | more))
 
 
 @pytest.mark.parametrize("family", ["opt", "gptj"])
 def test_texts_beyond_the_table_of_positions(family, seen):
-    model_type, own = ALL[family]
-    model = tiny(model_type, "eager", **own | {"max_position_embeddings": 32})
-    if family == "gptj" and number_of(hf.VERSION) < (5, 24):
-        pytest.skip("its code computes attention itself, and cannot be patched")
+    model = eager(family, max_position_embeddings=32)
     most = model.config.max_position_embeddings
     texts, config = prompts(most - NEW + 1), sizes(max_batch_tokens=most)
     with hf_fastattn.patch(model):
@@ -445,26 +398,16 @@ def test_refused_models():
             model.generate_batch([[5, 6]], options(), sizes())
 
 
-def test_no_prompts_and_one_token():
-    model = tiny("llama", "eager")
-    expected = alone(model, [[7]])
-    with hf_fastattn.patch(model):
-        assert model.generate_batch([], options()) == {}
-        assert tokens(model.generate_batch([[7]], options())) == expected
-
-
 def test_copies_and_a_call_in_a_call(seen):
     model, texts = tiny("llama", "eager"), ragged()
     expected = alone(model, texts)
 
-    class Calls(Interrupts):
-        def __call__(self, input_ids, scores):
-            with pytest.raises(RuntimeError, match="called by code that it runs"):
-                model.generate_batch(texts, options())
-            return scores
+    def call():
+        with pytest.raises(RuntimeError, match="called by code that it runs"):
+            model.generate_batch(texts, options())
 
     with hf_fastattn.patch(model):
-        assert tokens(model.generate_batch(texts, options(), sizes(), logits_processor=[Calls()])) == expected
+        assert tokens(model.generate_batch(texts, options(), sizes(), logits_processor=[At(3, call)])) == expected
         twin = copy.deepcopy(model)
         with torch.no_grad():
             model.lm_head.weight.zero_()
@@ -527,6 +470,12 @@ def test_pages():
     pages.share(first[:1])
     assert len(pages.take(6)) == 6 and pages.take(1) is None  # the end of the text is forgotten, its beginning is in use
     assert pages.match(text)[0] == first[:1]
+    pages = Pages(4, 2)  # a page is not found behind one that is forgotten
+    old = pages.take(2)
+    pages.publish([1, 2, 3, 4], old, 4)
+    pages.drop(old[:1])
+    assert len(pages.take(2)) == 2
+    assert pages.match([1, 2, 3, 4, 5])[0] == [] and not pages.known and not pages.key_of
 
 
 def test_pages_are_published_when_they_are_written(seen, monkeypatch):
@@ -563,8 +512,7 @@ WINDOWS = ("mistral_window_below_prompt", "qwen2", "gpt_oss")
 @pytest.mark.parametrize("family", WINDOWS)
 def test_pages_behind_a_window_return(family, seen, monkeypatch):
     """Prompts are read in parts of 24 tokens, and a query sees 16: pages of 16 tokens hold them in 2 pages, and new ones in 2."""
-    model_type, own = FAMILIES[family]
-    model, (start,), most = tiny(model_type, "eager", **own), prompts(120), [0, 0]
+    model, (start,), most = eager(family), prompts(120), [0, 0]
     texts = [[*start, 5], [*start[:95], 7], start[:3], [*start, 6]]
     expected = alone(model, texts, options(max_new_tokens=20))
     read = job.Loop._read
@@ -582,15 +530,6 @@ def test_pages_behind_a_window_return(family, seen, monkeypatch):
             assert blocks or seen[-1].shared > 80  # also pages that had returned
 
 
-def test_a_page_is_not_found_behind_one_that_is_forgotten():
-    pages = Pages(4, 2)
-    old = pages.take(2)
-    pages.publish([1, 2, 3, 4], old, 4)
-    pages.drop(old[:1])
-    assert len(pages.take(2)) == 2
-    assert pages.match([1, 2, 3, 4, 5])[0] == [] and not pages.known and not pages.key_of
-
-
 def test_groups():
     a, b, c = [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [9]
     assert groups_of([[*a, 10], [20, 21], [*a, 11], c, [*a, 12, 13]], 16) == [([0, 2, 4], 4)]
@@ -599,14 +538,15 @@ def test_groups():
     assert groups_of([], 3) == groups_of([c], 3) == groups_of([c, [8]], 3) == groups_of([a, a], 1) == []
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("graph", [False, True])
+SHARED = [(family, graph) for family in ("llama", "gemma2", "gpt_oss") for graph in (False, True)]
+
+
+@pytest.mark.parametrize("family, graph", slow_unless([("llama", False), ("gemma2", True)].__contains__, SHARED))
 def test_shared_pages_are_read_once(family, graph, monkeypatch, seen):
     """By the rows of a group in one block: samples, and texts behind one beginning."""
     if graph:
         fake_graph.use(monkeypatch)
-    model = tiny(family, "eager", **FAMILIES.get(family, (family, {}))[1])
-    start = prompts(70)[0]
+    model, (start,) = eager(family), prompts(70)
     texts = [[*start, n] for n in range(5, 9)] + prompts(40, 3) + [[*start[:40], n] for n in (9, 10)]
     expected = alone(model, texts)
     calls, run = [], ragged_rows.Ragged.attend

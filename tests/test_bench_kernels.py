@@ -94,11 +94,10 @@ def test_a_peer_that_cannot_run_is_named_and_the_others_run(tmp_path):
     assert row.kv_bytes == 2 * 2 * 2 * 64 * 16 * 2 == result["rows"][0]["kv_bytes"]
 
 
-def off_by_one(q, k, v, spans=None, **options):
-    return attention(q, k[:, :, 1:], v[:, :, 1:], spans, **options)
-
-
-WRONG = [("decode", decode, "LEAN", off_by_one), ("queries", queries, "exact", lambda q, *_, **options: torch.ones(q.shape))]
+WRONG = [
+    ("decode", decode, "LEAN", lambda q, k, v, spans=None, **options: attention(q, k[:, :, 1:], v[:, :, 1:], spans, **options)),
+    ("queries", queries, "exact", lambda q, *_, **options: torch.ones(q.shape)),
+]
 
 
 @pytest.mark.parametrize("part, module, name, wrong", slow_unless(WRONG[0].__eq__, WRONG))
@@ -182,7 +181,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_prefills_memory_is_listed_with_standard_attentions(tmp_path):
+def test_prefills_memory_is_listed_with_standard_attentions_and_widths_have_a_mean_each(tmp_path):
     _, result = bench(tmp_path, "prefill")
     assert "peak" not in sections.prefill(result) and "| standard |" in sections.prefill(result)
     for row in result["rows"]:
@@ -190,10 +189,6 @@ def test_prefills_memory_is_listed_with_standard_attentions(tmp_path):
     assert " 4 GB / 2 MB |" in sections.prefill(result)
     del result["rows"][0]["peak_bytes"]["standard"]
     assert "- / 2 MB" in sections.prefill(result)
-
-
-@pytest.mark.slow
-def test_the_table_of_widths_has_a_mean_for_each(tmp_path):
     _, result = bench(tmp_path, "widths")
     assert [(row["shape"], row["kv_bytes"]) for row in result["rows"]] == [
         ("1, 4/2, 24/16, 80, causal", 2 * 80 * (24 + 16) * 2),
@@ -355,7 +350,10 @@ def test_results_of_a_loop_are_not_held():
     training._loop(call, 3, 2)()
 
 
-def test_documents_fill_the_row():
+def test_documents_fill_the_row_and_visible_pairs_are_those_of_the_reference():
+    for q_len, kv_len, window in ((1, 9, None), (1, 9, 4), (9, 9, 4), (9, 9, None), (5, 9, 3), (5, 9, 7), (3, 9, 20)):
+        seen = reference.visible(q_len, kv_len, torch.device("cpu"), None, True, window)
+        assert prefill.visible_pairs(q_len, kv_len, window) == seen.sum().item()
     (case,) = SMALL["training_packed"]
     assert case.cuts[0] == 0 and case.cuts[-1] == 80 and len(case.cuts) == 5 and sorted(set(case.cuts)) == case.cuts
     pairs = sum(n * (n + 1) // 2 for n in (b - a for a, b in itertools.pairwise(case.cuts)))
@@ -371,6 +369,9 @@ def test_sections_are_written_between_their_marks(tmp_path):
     assert "**Ragged" in first and "**Decode" not in first and "**Decode" in rest and "**Ragged" not in rest
     with pytest.raises(ValueError, match="no sections raged; known are headline, generate"):
         report.rewrite(document.replace("ragged", "raged"), tmp_path)
+    _, result = bench(tmp_path, "paper_ranks")
+    row = next(line for line in sections.paper_ranks(result).splitlines() if "x |" in line)
+    assert [cell.strip() for cell in row.split("|")][1:5] == ["8", "4", "24", "96"]  # the heads of a GPU are those of all
 
 
 @pytest.mark.slow
@@ -395,16 +396,13 @@ def test_figures_of_earlier_code_have_its_date_and_version(tmp_path):
     assert "Measured on 2025-12-31 with hf_fastattn 0.1.0." in sentence(dates=["2025-12-31"])
 
 
-def test_a_document_without_marks_is_refused(tmp_path, capsys):
+def test_a_document_without_marks_is_refused_and_the_command_reproduces_the_figures(tmp_path, capsys):
+    typed = ["decode", "--out", "/somewhere", "--only", "32/8 a", "--seconds=5", "--seconds", "7"]
+    assert results.command("python -m bench", typed) == "python -m bench decode --only '32/8 a'"
     (tmp_path / "document.md").write_text("nothing")
     with pytest.raises(SystemExit):
         report.main([str(tmp_path / "document.md")])
     assert "has no marks" in capsys.readouterr().err
-
-
-def test_the_command_reproduces_the_figures():
-    typed = ["decode", "--out", "/somewhere", "--only", "32/8 a", "--seconds=5", "--seconds", "7"]
-    assert results.command("python -m bench", typed) == "python -m bench decode --only '32/8 a'"
 
 
 # ---- what is timed ----
@@ -419,13 +417,6 @@ def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
         assert timing.num_calls(sets, 7.0) % sets == 0
 
 
-@pytest.mark.slow
-def test_the_heads_of_a_gpu_are_shown_as_those_of_all(tmp_path):
-    _, result = bench(tmp_path, "paper_ranks")
-    row = next(line for line in sections.paper_ranks(result).splitlines() if "x |" in line)
-    assert [cell.strip() for cell in row.split("|")][1:5] == ["8", "4", "24", "96"]
-
-
 def test_rivals_alternate():
     seen = []
     cpu = torch.device("cpu")
@@ -437,20 +428,12 @@ def test_rivals_alternate():
     assert [i for _, i in seen[:4]] == [0, 1, 0, 1]
     assert timing.medians({"a": [5.0, 1.0, 2.0]}) == {"us": {"a": 2.0}, "us_range": {"a": [1.0, 5.0]}}
 
-
-@pytest.mark.parametrize("rivals", [1, 2, 3, 4, 5, 8])
-def test_no_rival_always_follows_the_same_other(rivals):
-    names = list("abcdefgh")[:rivals]
-    rounds = list(itertools.islice(timing.orders(names), rivals * (1 + rivals % 2)))
-    assert all(sorted(order) == names for order in rounds)
-    pairs = collections.Counter(pair for order in rounds for pair in itertools.pairwise(order))
-    assert pairs == dict.fromkeys(itertools.permutations(names, 2), 1 + rivals % 2)
-
-
-def test_visible_pairs_are_those_of_the_reference():
-    for q_len, kv_len, window in ((1, 9, None), (1, 9, 4), (9, 9, 4), (9, 9, None), (5, 9, 3), (5, 9, 7), (3, 9, 20)):
-        seen = reference.visible(q_len, kv_len, torch.device("cpu"), None, True, window)
-        assert prefill.visible_pairs(q_len, kv_len, window) == seen.sum().item()
+    for rivals in (1, 2, 3, 4, 5, 8):  # none always follows the same other
+        names = list("abcdefgh")[:rivals]
+        rounds = list(itertools.islice(timing.orders(names), rivals * (1 + rivals % 2)))
+        assert all(sorted(order) == names for order in rounds)
+        pairs = collections.Counter(pair for order in rounds for pair in itertools.pairwise(order))
+        assert pairs == dict.fromkeys(itertools.permutations(names, 2), 1 + rivals % 2)
 
 
 def test_schedules_are_computed_for_an_absent_gpu():
@@ -461,6 +444,13 @@ def test_schedules_are_computed_for_an_absent_gpu():
         there = paper.schedules(shape, cpu)
     assert here["fa2"]["balance"] == pytest.approx(56 / 132) and there["fa2"]["balance"] == pytest.approx(56 / 108)
     assert gpu.num_sms(cpu) != 132 and min(here["lean"]["balance"], there["lean"]["balance"]) > 0.95
+    for shape in paper.SWEEP:
+        with paper.as_if(90, 132):
+            configs = paper.sweep_configs(shape, cpu)
+        assert {"64 x 1", "64 x 2", "128 x 1"} <= configs.keys()
+        for config in configs.values():  # stays within shared memory
+            tile = 2 * config.BLOCK_N * shape.head_dim * 2
+            assert config.num_stages >= 2 and config.programs_per_sm * (config.num_stages - 1) * tile <= 160 << 10
 
 
 def test_rows_with_other_schedules_and_the_fastest_are_summarised_separately():
@@ -475,16 +465,6 @@ def test_rows_with_other_schedules_and_the_fastest_are_summarised_separately():
     assert found["stream_k_over_split_kv"]["rows"] == 3 and found["schedules_differ"]["rows"] == 2
     assert found["schedules_differ"]["average"] == pytest.approx(1.15) and found["schedules_differ"]["smallest"] == 1.1
     assert found["fastest"] == {"lean": 0, "fa2": 3} and found["lean_is_split_kv"] == 1
-
-
-def test_sweeps_stay_within_shared_memory():
-    with paper.as_if(90, 132):
-        for shape in paper.SWEEP:
-            configs = paper.sweep_configs(shape, torch.device("cpu"))
-            assert {"64 x 1", "64 x 2", "128 x 1"} <= configs.keys()
-            for config in configs.values():
-                tile = 2 * config.BLOCK_N * shape.head_dim * 2
-                assert config.num_stages >= 2 and config.programs_per_sm * (config.num_stages - 1) * tile <= 160 << 10
 
 
 def test_schedules_contain_every_tile_and_lean_is_balanced(monkeypatch):

@@ -162,7 +162,7 @@ def test_make_test_interprets_every_file_that_needs_it():
 SLOW = {"test_ranks_matrix", "test_ranks_meshes", "test_ranks_sums", "test_training_processes", "test_types"}
 
 
-def test_make_test_runs_tests_of_every_file():
+def test_make_test_runs_tests_of_every_file_and_files_are_short():
     found = set()
     for path in TESTS.glob("test_*.py"):
         body = ast.parse(path.read_text()).body
@@ -172,8 +172,5 @@ def test_make_test_runs_tests_of_every_file():
         if not quick or any("mark.slow" in mark for mark in marks):
             found.add(path.stem)
     assert found == SLOW
-
-
-def test_files_are_short():
     long = [str(path) for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > 400]
     assert not long, "see The order of imports in CONTRIBUTING.md"

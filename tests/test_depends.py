@@ -6,15 +6,18 @@ import contextlib
 import cProfile
 import functools
 import gc
+import itertools
 import sys
 import types
 import warnings
 import weakref
 
 import fake_graph
+import models
 import pytest
 import torch
 from calls import as_kernel, attention
+from cases import pairs, slow_unless
 from models import COMMON, FAMILIES, prompts, tiny
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,10 +50,7 @@ def model():
 
 
 twin = model
-
-
-def generate(model, inputs, **options):
-    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+generate = functools.partial(models.generate, max_new_tokens=NEW)
 
 
 class Steer(nn.Module):
@@ -78,7 +78,7 @@ REPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", REPLACED)
+@pytest.mark.parametrize("name", slow_unless([*REPLACED][1::3].__contains__, REPLACED))
 def test_a_function_of_a_library_replaced_between_two_calls(inputs, name, monkeypatch, model, twin):
     """torch's, that of a module within torch, a method of tensors, of a class, of a model's file; and put back."""
     with hf_fastattn.patch(model, "reference") as patch:
@@ -112,30 +112,25 @@ def test_a_backend_registered_again(inputs):
         assert patch.captures == 2
 
 
-@contextlib.contextmanager
-def _set(getter, setter, value):
-    before = getter()
-    setter(value)
-    try:
-        yield
-    finally:
-        setter(before)
-
-
 SETTINGS = {
-    "precision": lambda: _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
-    "deterministic": lambda: _set(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
-    "inference mode": torch.inference_mode,
+    "precision": (torch.set_float32_matmul_precision, "medium", torch.get_float32_matmul_precision()),
+    "deterministic": (torch.use_deterministic_algorithms, True, False),
+    "inference mode": (None, None, None),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_each_value_of_torchs_settings_has_its_own_graph(inputs, name, model):
-    with hf_fastattn.patch(model) as patch:
+    put, value, before = SETTINGS[name]
+    with hf_fastattn.patch(model) as patch, contextlib.ExitStack() as stack:
         for _ in range(2):
             generate(model, inputs)
-            with SETTINGS[name]():
+            if put is not None:
+                stack.callback(put, before)
+                put(value)
+            with contextlib.nullcontext() if put else torch.inference_mode():
                 generate(model, inputs)
+            stack.close()
         assert patch.captures == 2
 
 
@@ -445,12 +440,16 @@ def test_a_function_mode_is_not_passed_by(inputs, model, twin):
 
 
 def test_an_attribute_that_is_read_by_a_computed_name(inputs, monkeypatch):
+    """And the code may change while no graph is valid."""
     model, twin = tiny("gemma3_text", "sdpa"), tiny("gemma3_text", "sdpa")
     with hf_fastattn.patch(model) as patch:
         generate(model, inputs)
         cls = type(model.model.rotary_emb)
         monkeypatch.setattr(cls, "full_attention_attention_scaling", property(lambda self: 0.2), raising=False)
         assert torch.equal(generate(model, inputs), generate(twin, inputs)) and patch.captures == 2
+        path, version = patch._graphs.path, patch._graphs.path.now()
+        monkeypatch.setattr(cls, "later", 1, raising=False)
+        assert path.now() == path.now() == version + 1
 
 
 def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch, model, twin):
@@ -482,14 +481,6 @@ def test_names_and_attributes_that_are_found_otherwise(inputs, monkeypatch, mode
         held.scale = 0.3
         assert torch.equal(generate(model, inputs), generate(twin, inputs))
         assert not patch.uncaptured
-
-
-def test_the_code_may_change_while_no_graph_is_valid(inputs, monkeypatch, model):
-    with hf_fastattn.patch(model) as patch:
-        generate(model, inputs)
-        monkeypatch.setattr(modeling_llama.LlamaMLP, "later", 1, raising=False)
-        path = patch._graphs.path
-        assert path.now() == path.now() == 1
 
 
 def test_a_refusal_ends_with_its_cause(inputs, monkeypatch, model):
@@ -612,31 +603,19 @@ class Negated(torch.Tensor):
         return function(*tree_map_only(cls, lambda weight: -weight.stored, args), **(kwargs or {}))
 
 
-def _count(self, x):
-    self.calls += 1
-    return x * self.calls
+COUNT = [0]
+COUNTING = {
+    "attribute": lambda self, x: (setattr(self, "calls", self.calls + 1), x * self.calls)[1],
+    "list": lambda self, x: (self.held.append(1), x * len(self.held))[1],
+    "global": lambda self, x: (COUNT.__setitem__(0, COUNT[0] + 1), x * COUNT[0])[1],
+}
 
 
-def _count_in_a_list(self, x):
-    self.held.append(1)
-    return x * len(self.held)
-
-
-COUNT = 0
-
-
-def _count_in_a_global(self, x):
-    global COUNT
-    COUNT += 1
-    return x * COUNT
-
-
-@pytest.mark.parametrize("forward", [_count, _count_in_a_list, _count_in_a_global])
+@pytest.mark.parametrize("forward", COUNTING.values(), ids=COUNTING)
 def test_a_step_that_depends_on_how_often_it_ran_is_not_captured(inputs, forward):
-    global COUNT
     found = []
     for patched in (False, True):
-        COUNT, model = 0, tiny("llama", "sdpa")
+        COUNT[0], model = 0, tiny("llama", "sdpa")
         norm = model.model.norm = type("Counting", (nn.Module,), {"forward": forward})()
         norm.calls, norm.held = 0, []
         with hf_fastattn.patch(model) if patched else contextlib.nullcontext() as patch, warnings.catch_warnings(action="ignore"):
@@ -692,10 +671,11 @@ def _other_weight(model):
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().flip(0).clone())
 
 
-def _hook(model):
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 1.5 * out)
-
-
+CHANGES = {
+    "scaling": _other_scaling,
+    "weight": _other_weight,
+    "hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 1.5 * out),
+}
 CODE = {
     "logits_processor": lambda run: [lambda ids, scores: run() or scores],
     "stopping_criteria": lambda run: [lambda ids, scores: run() or torch.zeros(len(ids), dtype=torch.bool)],
@@ -703,17 +683,15 @@ CODE = {
 }
 
 
-@pytest.mark.parametrize("place", CODE)
-@pytest.mark.parametrize("change", [_other_scaling, _other_weight, _hook])
+@pytest.mark.parametrize("change, place", slow_unless(pairs(CHANGES, CODE)[::2].__contains__, itertools.product(CHANGES, CODE)))
 def test_code_between_two_steps_may_change_the_model(inputs, change, place, twin, model):
-
     def changed(model):
         left = [4]
 
         def run():
             left[0] -= 1
             if not left[0]:
-                change(model)
+                CHANGES[change](model)
 
         return generate(model, inputs, **{place: CODE[place](run)})
 
@@ -722,7 +700,7 @@ def test_code_between_two_steps_may_change_the_model(inputs, change, place, twin
     with hf_fastattn.patch(model) as patch, warnings.catch_warnings(action="ignore"):
         generate(model, inputs)
         assert torch.equal(changed(model), expected)
-        assert bool(patch.reasons) == (change is _hook)
+        assert bool(patch.reasons) == (change == "hook")
 
 
 @pytest.mark.parametrize(

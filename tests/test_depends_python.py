@@ -23,10 +23,11 @@ import types
 import weakref
 
 import fake_graph
+import models
 import numpy as np
 import pytest
 import torch
-from models import prompts, tiny
+from models import OPT, prompts, tiny
 from torch import nn
 from transformers import LlamaConfig
 
@@ -70,9 +71,8 @@ class Scaled(nn.Module):
         return self.inner(x) * self.read()
 
 
-class Descriptor:
-    def __get__(self, instance, owner):
-        return BY
+def by(*_):
+    return BY
 
 
 class Config:
@@ -80,38 +80,12 @@ class Config:
 
 
 class Helper:
-    def scale(self):
-        return BY
-
-    @property
-    def by(self):
-        return BY
-
-    def __call__(self):
-        return BY
+    by, scale, __call__ = property(by), by, by
 
 
-class Names(dict):
-    def scale(self):
-        return BY
-
-
-class Meta(type):
-    by = 1.0
-
-
-class OfMeta(metaclass=Meta):
-    pass
-
-
-@functools.lru_cache
-def cached():
-    return BY
-
-
-@functools.singledispatch
-def dispatched(x):
-    return BY
+Descriptor, Names = type("Descriptor", (), {"__get__": by}), type("Names", (dict,), {"scale": by})
+OfMeta = type("Meta", (type,), {"by": 1.0})("OfMeta", (), {})
+cached, dispatched = functools.lru_cache(lambda: BY), functools.singledispatch(by)
 
 
 def with_attribute():
@@ -195,25 +169,20 @@ ITEMS = ("UserList", "array", "bytes", "NumPy")
 PUT |= dict.fromkeys(ITEMS, lambda module, value: module.held.__setitem__(0, int(value)))
 
 
-def put_by(module, value):
-    put_global(value)
-    cached.cache_clear()
-
-
 def model_with(make):
     model = tiny("llama", "sdpa")
     module = model.model.layers[0].mlp = make(model.model.layers[0].mlp).eval()
     return model, module
 
 
-def generate(model, inputs=INPUTS):
-    return model.generate(**inputs, max_new_tokens=6, do_sample=False)
+def generate(model):
+    return model.generate(**INPUTS, max_new_tokens=6, do_sample=False)
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_value_that_a_forward_reads(name):
     """A step that changes it is noticed: what the model reads is equal as long as nothing changes, and differs then."""
-    put = PUT.get(name, put_by)
+    put = PUT.get(name, lambda module, value: (put_global(value), cached.cache_clear()))
     model, module = model_with(type("Reader", (Scaled,), READERS[name]))
     put(module, 1.0)
     assert float(module.read()) == 1.0
@@ -269,22 +238,12 @@ class Counted:
         return self.steps, self.outputs
 
 
-@functools.lru_cache
-def by_length(tokens):
-    return 1.0 + tokens
-
-
-@contextlib.contextmanager
-def nothing():
-    yield
-
-
 HELD = {
     "object with __getattr__": Attributes,
     "object whose class counts": Counted,
     "logger": lambda: logging.getLogger("of the test"),
     "slots": Slots,
-    "context manager": lambda: nothing,
+    "context manager": lambda: contextlib.contextmanager(lambda: iter([None])),
     "method of a file": lambda: sys.stderr.write,
     "types": lambda: [int, np.float32, Slots, enum.Enum, np.dtype("f4"), np.random.default_rng(0)],
 }
@@ -306,8 +265,8 @@ def test_steps_are_captured_once_whatever_a_module_holds(kind):
 
 
 def test_a_function_that_caches_by_length():
-    forward = lambda self, x: self.inner(x) * by_length(x.shape[1])  # noqa: E731
-    model, _ = model_with(type("ByLength", (Scaled,), {"forward": forward}))
+    by_length = functools.lru_cache(lambda tokens: 1.0 + tokens)
+    model, _ = model_with(type("ByLength", (Scaled,), {"forward": lambda self, x: self.inner(x) * by_length(x.shape[1])}))
     want = generate(model)
     with hf_fastattn.patch(model) as patch:
         assert all(torch.equal(generate(model), want) for _ in range(3)) and not patch.reasons
@@ -358,14 +317,11 @@ def test_whose_code_is_trusted(monkeypatch, tmp_path):
     assert not hf.is_trusted("sched") and hf.is_trusted("queue") and hf.is_of_python("queue")
 
 
-@pytest.mark.parametrize("wraps", ["layers", "mlp", "lm_head"])
-def test_a_compiled_submodule(wraps):
+@pytest.mark.parametrize("name", ["model.layers.0", "model.layers.0.mlp", "lm_head"])
+def test_a_compiled_submodule(name):
     model = tiny("llama", "sdpa")
     want = generate(model)
-    owner, name = {"layers": (model.model.layers, "0"), "mlp": (model.model.layers[0], "mlp"), "lm_head": (model, "lm_head")}[
-        wraps
-    ]
-    setattr(owner, name, torch.compile(getattr(owner, name), backend="eager"))
+    model.set_submodule(name, torch.compile(model.get_submodule(name), backend="eager"))
     with hf_fastattn.patch(model):
         for _ in range(3):
             assert torch.equal(generate(model), want)
@@ -387,14 +343,11 @@ def test_a_prompt_that_is_padded_draws_no_other_random_numbers(monkeypatch):
     """The layers drop out in training mode, for tokens of padding too."""
     monkeypatch.undo()  # prompts are captured here
     fake_graph.use(monkeypatch)
-    ids = prompts("no_padding", "cpu", rows=2)["input_ids"][:, :24]
-    model = tiny("opt", "sdpa", dropout=0.3, num_key_value_heads=4, ffn_dim=96, word_embed_proj_dim=64, layerdrop=0.0).train()
-    torch.manual_seed(7)
-    want = generate(model, {"input_ids": ids})
+    model = tiny("opt", "sdpa", **{**OPT, "dropout": 0.3}).train()
+    given = prompts("no_padding", "cpu", rows=2, length=24)
+    want = models.generate(model, given, max_new_tokens=6)  # which sets the seed
     with hf_fastattn.patch(model) as patch:
-        for _ in range(4):
-            torch.manual_seed(7)
-            assert torch.equal(generate(model, {"input_ids": ids}), want)
+        assert all(torch.equal(models.generate(model, given, max_new_tokens=6), want) for _ in range(4))
     assert patch.captures
 
 

@@ -155,6 +155,10 @@ def test_decode_perplexity_is_that_of_one_pass(tiny):
         logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
     expected = -logits[:, 19:-1].log_softmax(-1).gather(2, given.targets[..., None])[..., 0]
     torch.testing.assert_close(torch.tensor(nats, dtype=torch.float64), expected[:, 1:].double(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="needs a text of 40 tokens, and this one has 5"):
+        perplexity.excerpts(tokenizer, "short", rows=2, tokens=10, prompt=10)
+    with pytest.raises(ValueError, match="needs its tokenizer"):
+        evaluate(model, tasks=[])
 
 
 def test_kv_in_8_bits_are_one_more_run(tiny, tmp_path):
@@ -167,13 +171,6 @@ def test_kv_in_8_bits_are_one_more_run(tiny, tmp_path):
     assert found.differing() == [eight] and "| int8 " in (tmp_path / "eval.md").read_text()
     with running(tiny[0], "lean", "fp8") as patched:
         assert patched.arguments["kv_dtype"] == "fp8"
-
-
-def test_a_text_that_is_too_short_and_a_model_without_tokenizer_are_refused(tiny):
-    with pytest.raises(ValueError, match="needs a text of 40 tokens, and this one has 5"):
-        perplexity.excerpts(tiny[1], "short", rows=2, tokens=10, prompt=10)
-    with pytest.raises(ValueError, match="needs its tokenizer"):
-        evaluate(tiny[0], tasks=[])
 
 
 # ---- the statistics ----
@@ -238,10 +235,7 @@ def test_differences_count_by_the_dtype_and_the_stock_backends():
     assert judged(torch.bfloat16, sdpa=RIGHT, eager=WORSE, lean=WORSE).differing()[0].backend == "eager"
     found = judged(torch.bfloat16, sdpa=RIGHT, eager=NEAR, lean=NEAR)
     assert found.passed and "than between Transformers' own backends" in found.verdict()
-
-
-def test_more_comparisons_need_more_significance():
-    items = [-1.0, 0.0, 0.0, 0.0, 0.0] * 8  # 3.1 standard errors below 0
+    items = [-1.0, 0.0, 0.0, 0.0, 0.0] * 8  # 3.1 standard errors below 0: more comparisons need more
     found = pairs.pair(Measure("t", "m", 0.0, None, [0.0] * 40, "mean"), Measure("t", "m", -0.2, None, items, "mean"))
     assert found.beyond_chance() and found.beyond_chance(20) and not found.beyond_chance(100)
 
@@ -297,12 +291,12 @@ def test_log_likelihoods_and_logits_count_also_where_the_score_is_finite(dtype):
     assert "lean, dynamic: NaN or infinity in the logits of 1 of 2 prompts" in found.verdict()
 
 
-@pytest.mark.parametrize("aggregate", ["median", "f1", "matthews_corrcoef", "bleu", "other"])
-def test_a_changed_score_without_a_formula_is_not_judged_in_16_bits(aggregate):
-    base, near = metric(RIGHT, aggregate, 0.5), metric(NEAR, aggregate, 0.4)
-    found = compared(torch.bfloat16, base, near)
-    assert not found.passed and not found.differing() and f"aggregated by {aggregate}" in found.verdict()
-    assert compared(torch.bfloat16, base, base).passed and compared(torch.float32, base, near).differing()
+def test_a_changed_score_without_a_formula_is_not_judged_in_16_bits():
+    for aggregate in ("median", "f1", "matthews_corrcoef", "bleu", "other"):
+        base, near = metric(RIGHT, aggregate, 0.5), metric(NEAR, aggregate, 0.4)
+        found = compared(torch.bfloat16, base, near)
+        assert not found.passed and not found.differing() and f"aggregated by {aggregate}" in found.verdict()
+        assert compared(torch.bfloat16, base, base).passed and compared(torch.float32, base, near).differing()
 
 
 def test_bits_per_byte_are_judged_as_perplexities():
@@ -488,26 +482,23 @@ def test_the_tasks_are_the_same_in_every_process_and_answerable():
     assert sorted(doc["depth"] for doc in needles) == [i / 19 for i in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"backends": []}, "Name at least one backend"),
-        ({"backends": ["sdpa", "leen"]}, "Unknown attention backend 'leen'; known backends: .*lean"),
-        ({"caches": ["static"]}, 'caches are one or both of "dynamic" and "preallocated"; got \'static\''),
-        ({"tasks": [], "decode_tokens": 0}, "nothing to run"),
-        ({"decode_tokens": 2}, "at least 3; got 2"),
-        ({"batch_size": "auto:x"}, "\"auto:N\" to find it N times; got 'auto:x'"),
-        ({"limit": math.inf}, "limit must be above 0: .* got inf"),
-        ({"gen_kwargs": "bogus"}, "a list as in max_gen_toks=64,do_sample=False; got 'bogus'"),
-        ({"gen_kwargs": {"bogus": 1}}, "gen_kwargs has 'bogus'"),
-        ({"window": 8}, 'options of the backend "streaming"'),
-        ({"kv_dtype": "int8", "backends": ["sdpa", "fa2"]}, "kv_dtype is for backends whose kernels read 8 bits"),
-        ({"kv_dtype": "int4"}, """'lean' cannot be evaluated with a int4 cache: kv_dtype must be "int8", "fp8" or None"""),
-        ({"tasks": ["small_texts"]}, "Unknown task 'small_texts'. Near it: small_text"),
-        ({"include_path": ["/nowhere"]}, "no folder /nowhere"),
-        ({"backends": ["sdpa", "flash_attention_2"]}, "'flash_attention_2' cannot be evaluated"),
-    ],
-)
+MISTAKES = [
+    *(({"backends": []}, "Name at least one backend"), ({"tasks": [], "decode_tokens": 0}, "nothing to run")),
+    ({"backends": ["sdpa", "leen"]}, "Unknown attention backend 'leen'; known backends: .*lean"),
+    ({"caches": ["static"]}, 'caches are one or both of "dynamic" and "preallocated"; got \'static\''),
+    *(({"decode_tokens": 2}, "at least 3; got 2"), ({"limit": math.inf}, "limit must be above 0: .* got inf")),
+    ({"batch_size": "auto:x"}, "\"auto:N\" to find it N times; got 'auto:x'"),
+    ({"gen_kwargs": "bogus"}, "a list as in max_gen_toks=64,do_sample=False; got 'bogus'"),
+    *(({"gen_kwargs": {"bogus": 1}}, "gen_kwargs has 'bogus'"), ({"window": 8}, 'options of the backend "streaming"')),
+    ({"kv_dtype": "int8", "backends": ["sdpa", "fa2"]}, "kv_dtype is for backends whose kernels read 8 bits"),
+    ({"kv_dtype": "int4"}, """'lean' cannot be evaluated with a int4 cache: kv_dtype must be "int8", "fp8" or None"""),
+    ({"tasks": ["small_texts"]}, "Unknown task 'small_texts'. Near it: small_text"),
+    ({"include_path": ["/nowhere"]}, "no folder /nowhere"),
+    ({"backends": ["sdpa", "flash_attention_2"]}, "'flash_attention_2' cannot be evaluated"),
+]
+
+
+@pytest.mark.parametrize("options, sentence", MISTAKES)
 def test_mistakes_are_refused_before_the_run(tiny, small, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluate(*tiny, **{"tasks": ["small_text"], "include_path": [small], **options})

@@ -49,21 +49,21 @@ def check(x, chosen, scores, weights, layout=PLAIN):
     return got
 
 
+CASES = [  # tokens, hidden, inner, count, choices, layout, bias
+    (1, 64, 48, 8, 2, PLAIN, False),  # a slot for each choice
+    (1, 32, 600, 4, 1, OSS, True),  # in two splits
+    (3, 72, 40, 16, 4, OSS, True),
+    (20, 64, 32, 4, 3, Layout(act="gelu_tanh", limit=0.5), False),  # a slot for each expert
+    (40, 32, 24, 5, 1, dataclasses.replace(GELU, transposed=True), True),
+    (64, 32, 16, 3, 2, dataclasses.replace(OSS, transposed=False), True),
+]
+
+
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "tokens, hidden, inner, count, choices, layout, bias",
-    [
-        (1, 64, 48, 8, 2, PLAIN, False),  # a slot for each choice
-        (1, 32, 600, 4, 1, OSS, True),  # in two splits
-        (3, 72, 40, 16, 4, OSS, True),
-        (20, 64, 32, 4, 3, Layout(act="gelu_tanh", limit=0.5), False),  # a slot for each expert
-        (40, 32, 24, 5, 1, dataclasses.replace(GELU, transposed=True), True),
-        (64, 32, 16, 3, 2, dataclasses.replace(OSS, transposed=False), True),
-    ],
-)
-def test_error_is_that_of_the_reference(tokens, hidden, inner, count, choices, layout, bias, dtype):
-    check(*inputs(tokens, hidden, inner, count, choices, layout, bias, dtype), layout)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_that_of_the_reference(case, dtype):
+    check(*inputs(*case, dtype), case[5])
 
 
 @runs_kernels
@@ -82,15 +82,12 @@ def test_routing_that_is_not_even(tokens):
 
 
 @runs_kernels
-@pytest.mark.parametrize("inner", [16, 600])  # in one and in two splits
-def test_one_token_with_an_expert_of_another_rank_and_one_twice(inner):
-    x, chosen, scores, weights = inputs(1, 32, inner, 3, 3, bias=True)
-    chosen[0, 1], chosen[0, 2] = 3, chosen[0, 0]
-    check(x, chosen, scores, weights)
-
-
-@runs_kernels
-def test_weights_of_experts_that_no_token_has_chosen_are_not_read():
+def test_one_token_with_an_expert_of_another_rank_and_one_twice_and_experts_that_no_token_has_chosen():
+    """Whose weights are not read."""
+    for inner in (16, 600):  # in one and in two splits
+        x, chosen, scores, weights = inputs(1, 32, inner, 3, 3, bias=True)
+        chosen[0, 1], chosen[0, 2] = 3, chosen[0, 0]
+        check(x, chosen, scores, weights)
     x, chosen, scores, weights = inputs(2, 32, 16, 8, 2)
     for tensor in weights[:2]:
         tensor[[e for e in range(8) if e not in chosen]] = float("nan")
@@ -227,10 +224,11 @@ def test_experts_of_models_equal_their_own(name, dtype, launched):
     assert (got.double() - right).abs().max() <= 2 * (stock.double() - right).abs().max() + unit
 
 
+WHY = ["65 tokens", "autocast", "hooked", "trained", "keywords", "a weight computed at each call", "another limit"]
+
+
 @runs_kernels
-@pytest.mark.parametrize(
-    "why", ["65 tokens", "autocast", "hooked", "trained", "keywords", "a weight computed at each call", "another limit"]
-)
+@pytest.mark.parametrize("why", WHY)
 def test_otherwise_the_models_own_runs(why, launched):
     module = own_experts("gpt_oss" if why == "another limit" else "mixtral")
     arguments, keywords = routed(module, 65 if why == "65 tokens" else 3), {}

@@ -98,15 +98,12 @@ def test_only_experts_that_rows_choose_are_read():
     assert facts.read_bytes(10**4) == pytest.approx(facts.dense_bytes + facts.expert_bytes)
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-def test_longest_is_the_last_length_that_fits(batch):
-    found = explain("1b", batch=batch, gpu="l4")
-    held = [found.facts.weight_bytes + batch * found.facts.kv_bytes(found.longest + more) for more in (0, 1)]
-    assert held[0] <= 24e9 < held[1]
-    assert all(row["fits"] == (row["length"] <= found.longest) for row in found.memory)
-
-
-def test_a_gpu_that_is_too_small_and_one_that_is_large_enough():
+def test_longest_is_the_last_length_that_fits():
+    for batch in (1, 64):
+        found = explain("1b", batch=batch, gpu="l4")
+        held = [found.facts.weight_bytes + batch * found.facts.kv_bytes(found.longest + more) for more in (0, 1)]
+        assert held[0] <= 24e9 < held[1]
+        assert all(row["fits"] == (row["length"] <= found.longest) for row in found.memory)
     assert explain("70b", gpu="l4").longest == 0
     assert explain("mistral-7b", gpu="l4").longest is None
     assert "at any length" in str(explain("mistral-7b", gpu="l4")) and "less than the weights" in str(explain("70b", gpu="l4"))
@@ -177,14 +174,11 @@ def test_several_backends_are_compared():
     assert mha == 4 * gqa == 32 * mqa and window == gqa // 8
     assert [row["longest"] for row in rows.values()][-1] is None
     assert "without its window" in {row["name"] for row in explain("mistral-7b").variants}
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "kinds"), [(8, 8, "MHA MQA"), (8, 1, "MHA MQA"), (32, 1, "MHA GQA MQA")])
-def test_columns_are_named_after_their_backends(heads, kv_heads, kinds):
-    model = tiny("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
-    names = [name for name, _ in costs.relatives(costs.count(model))]
-    assert [name[:3] for name in names[:-1]] == kinds.split()
-    assert sum(f"{kv_heads} KV head" in name and "(this model)" in name for name in names) == 1
+    for heads, kv_heads, kinds in ((8, 8, "MHA MQA"), (8, 1, "MHA MQA"), (32, 1, "MHA GQA MQA")):
+        model = tiny("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+        names = [name for name, _ in costs.relatives(costs.count(model))]
+        assert [name[:3] for name in names[:-1]] == kinds.split()
+        assert sum(f"{kv_heads} KV head" in name and "(this model)" in name for name in names) == 1
 
 
 def test_kv_in_8_bits_have_half_the_bytes_and_a_scale():
@@ -283,30 +277,28 @@ def test_named_shapes_have_the_size_in_their_name(shape):
     assert found.supported and str(found).startswith("supported: yes\n")
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "sentence"),
-    [
-        ("8b", {"batch": 0}, "batch must be at least 1; got 0"),
-        ("8b", {"length": -3}, "length must be at least 1; got -3"),
-        ("8b", {"backend": "leen"}, "Unknown attention backend 'leen'"),
-        ("8b", {"gpu": "h900"}, "Unknown GPU 'h900'; known: a100"),
-        ("8b", {"backend": "streaming"}, "needs window=, the number of last tokens to keep"),
-        ("8b", {"window": 8}, "'lean' sees every token that the model does"),
-        ("8b", {"kv_dtype": "int4"}, 'kv_dtype must be "int8", "fp8" or None'),
-        ("8b", {"kv_dtype": "int8", "backend": "fa2"}, "decode kernel reads 8 bits: .*; got 'fa2'"),
-        ("8b", {"kv_dtype": "int8", "backend": "streaming", "window": 9}, "'streaming' with a cache of 'rolling'"),
-        ("8b", {"kv_dtype": "fp8", "ranks": 2}, "kv_dtype='fp8' is for a model on one GPU; got ranks=2"),
-        ("8b", {"dtype": "float8"}, "Unknown dtype 'float8'; choose one of"),
-        # Models whose K and V it cannot count.
-        ("t5", {}, "decoder-only"),
-        ("mamba", {}, "full and sliding attention only"),
-        ("deepseek_v3", {}, "multi-head latent attention"),
-        ("mllama", {}, "the K/V of cross-attention"),
-    ],
-)
-def test_mistakes_are_refused_with_a_message(model, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        explain(model if model == "8b" else CONFIG_MAPPING[model](), **options)
+MISTAKES = [
+    *(({"batch": 0}, "batch must be at least 1; got 0"), ({"length": -3}, "length must be at least 1; got -3")),
+    *(({"backend": "leen"}, "Unknown attention backend 'leen'"), ({"gpu": "h900"}, "Unknown GPU 'h900'; known: a100")),
+    ({"backend": "streaming"}, "needs window=, the number of last tokens to keep"),
+    ({"window": 8}, "'lean' sees every token that the model does"),
+    ({"kv_dtype": "int4"}, 'kv_dtype must be "int8", "fp8" or None'),
+    ({"kv_dtype": "int8", "backend": "fa2"}, "decode kernel reads 8 bits: .*; got 'fa2'"),
+    ({"kv_dtype": "int8", "backend": "streaming", "window": 9}, "'streaming' with a cache of 'rolling'"),
+    ({"kv_dtype": "fp8", "ranks": 2}, "kv_dtype='fp8' is for a model on one GPU; got ranks=2"),
+    ({"dtype": "float8"}, "Unknown dtype 'float8'; choose one of"),
+]
+UNCOUNTED = {  # models whose K and V it cannot count
+    **{"t5": "decoder-only", "mamba": "full and sliding attention only"},
+    **{"deepseek_v3": "multi-head latent attention", "mllama": "the K/V of cross-attention"},
+}
+
+
+def test_mistakes_are_refused_with_a_message():
+    cases = [("8b", *each) for each in MISTAKES] + [(CONFIG_MAPPING[name](), {}, says) for name, says in UNCOUNTED.items()]
+    for model, options, sentence in cases:
+        with pytest.raises(ValueError, match=sentence):
+            explain(model, **options)
 
 
 def test_kv_heads_and_widths_that_the_config_does_not_have_are_those_of_the_projections():

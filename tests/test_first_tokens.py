@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from unittest.mock import Mock
 
 import fake_graph
 import pytest
@@ -46,41 +48,36 @@ def sizes(patch) -> set[int]:
     return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
 
 
-@pytest.mark.parametrize(
-    "name, tokens, past, there, asked, most, expected",
-    [
-        ("1b", 5, 0, (), 0, 2048, 16),  # the standard size
-        ("1b", 5, 0, (128, 256), 0, 2048, 128),  # a graph that costs as much
-        ("8b", 9, 65536, (128,), 0, 896, 128),  # whose padding does not read a long past
-        ("8b", 5, 4096, (512,), 0, 896, 16),  # but computes
-        ("1b", 513, 0, (), 0, 2048, 1024),  # less than the launches from Python
-        ("1b", 513, 0, (1024,), 2, 2048, 1024),
-        ("1b", 513, 0, (1024,), 3, 2048, 640),  # a nearer one, as it comes often
-        ("8b", 513, 0, (), 0, 896, 640),  # more than from Python
-        ("8b", 513, 0, (1024,), 0, 896, 640),
-        ("8b", 900, 0, (), 0, 896, None),
-        ("1b", 2049, 0, (), 0, 2048, None),
-        ("1b", 5, 0, (128,), policy.NEVER, 2048, None),
-    ],
-)
-def test_the_size_of_a_prompt(name, tokens, past, there, asked, most, expected):
-    assert choose(cost_of(name), 1, tokens, past, graphs=there, asked=asked, most=most).size == expected
+SIZES = [  # model, tokens, past, graphs, how often it came, largest size: the size
+    ("1b", 5, 0, (), 0, 2048, 16),  # the standard size
+    ("1b", 5, 0, (128, 256), 0, 2048, 128),  # a graph that costs as much
+    ("8b", 9, 65536, (128,), 0, 896, 128),  # whose padding does not read a long past
+    ("8b", 5, 4096, (512,), 0, 896, 16),  # but computes
+    ("1b", 513, 0, (), 0, 2048, 1024),  # less than the launches from Python
+    ("1b", 513, 0, (1024,), 2, 2048, 1024),
+    ("1b", 513, 0, (1024,), 3, 2048, 640),  # a nearer one, as it comes often
+    ("8b", 513, 0, (), 0, 896, 640),  # more than from Python
+    ("8b", 513, 0, (1024,), 0, 896, 640),
+    *(("8b", 900, 0, (), 0, 896, None), ("1b", 2049, 0, (), 0, 2048, None), ("1b", 5, 0, (128,), policy.NEVER, 2048, None)),
+]
+LATER = [  # of 5 tokens, if the graph is captured after the reply
+    ((), 0, False, None),
+    ((), 3, False, 16),  # it comes often
+    ((2048,), 0, False, 2048),  # which takes less than from Python
+    *(((2048, 512), 4, False, 512), ((128,), 0, False, 128)),
+    ((), 0, True, 8),  # nothing is captured after the reply
+]
 
 
-@pytest.mark.parametrize(
-    "there, asked, own, expected",
-    [
-        ((), 0, False, None),
-        ((), 3, False, 16),  # it comes often
-        ((2048,), 0, False, 2048),  # which takes less than from Python
-        ((2048, 512), 4, False, 512),
-        ((128,), 0, False, 128),
-        ((), 0, True, 8),  # nothing is captured after the reply
-    ],
-)
-def test_a_prompt_is_read_from_python_if_its_graph_is_captured_after_the_reply(there, asked, own, expected):
-    options = {"graphs": there, "asked": asked, "most": 2048, "own": own, "later": True}
-    assert choose(cost_of("1b"), 1, 5, 0, **options).size == expected
+def test_the_size_of_a_prompt():
+    costs = {name: cost_of(name) for name in ("1b", "8b")}
+    for name, tokens, past, there, asked, most, expected in SIZES:
+        found = choose(costs[name], 1, tokens, past, graphs=there, asked=asked, most=most).size
+        assert found == expected, (name, tokens, past, there, asked)
+    for there, asked, own, expected in LATER:
+        found = choose(costs["1b"], 1, 5, 0, graphs=there, asked=asked, most=2048, own=own, later=True).size
+        assert found == expected, (there, asked, own)
+    assert 3 * len(policy.SIZES) <= graphs.MAX_GRAPHS  # eight sizes for three batches are kept
 
 
 @pytest.mark.parametrize("name", ["1b", "8b", "70b"])
@@ -101,10 +98,6 @@ def test_what_is_wanted_after_a_reply():
     padded = cost_of("8b")._replace(attends=True)
     assert wanted(padded, 1, 65536, {1, 16, 128}, (1,), 896) == [16, 128]
     assert wanted(cost_of("1b"), 1, 0, {1, 16, 128, 1024}, (1, 256), 512) == []
-
-
-def test_eight_sizes_for_three_batches_are_kept():
-    assert 3 * len(policy.SIZES) <= graphs.MAX_GRAPHS
 
 
 def test_a_rehearsal_holds_for_other_buffers_of_the_same_size(llama, monkeypatch):
@@ -131,16 +124,10 @@ def test_a_rehearsal_holds_for_other_buffers_of_the_same_size(llama, monkeypatch
 def ran(monkeypatch) -> dict[str, int]:
     """How often steps were rehearsed and captured."""
     counts = {"rehearse": 0, "capture": 0}
-
-    def counted(name, own):
-        def run(self, body):
-            counts[name] += 1
-            return own(self, body)
-
-        monkeypatch.setattr(fake_graph.RecordedGraph, name, run)
-
     for name in counts:
-        counted(name, getattr(fake_graph.RecordedGraph, name))
+        own = getattr(fake_graph.RecordedGraph, name)
+        run = lambda self, body, name=name, own=own: (counts.update({name: counts[name] + 1}), own(self, body))[1]  # noqa: E731
+        monkeypatch.setattr(fake_graph.RecordedGraph, name, run)
     return counts
 
 
@@ -161,20 +148,28 @@ DOES = {
 }
 
 
+def rotate_by(monkeypatch, lines: str) -> dict:
+    """Llama's file, with a forward of its rotation that may call its own one, "rotated"."""
+    file, own = vars(modeling_llama), modeling_llama.LlamaRotaryEmbedding.forward
+    for name in ("factor", "scaled", "forward", "rotated"):
+        monkeypatch.setitem(file, name, own)
+    exec(lines, file)
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", file["forward"])
+    return file
+
+
 @pytest.mark.parametrize("name", DOES)
 def test_a_size_that_cannot_be_captured_is_read_from_python(llama, ran, monkeypatch, name):
     """Code of Transformers, which runs in some sizes alone."""
-    file = vars(modeling_llama)
-    lines = f"""
+    rotate_by(
+        monkeypatch,
+        f"""
 def forward(self, q, position_ids):
     if q.shape[1] > 64:
         {DOES[name]}
     return rotated(self, q, position_ids)
-"""
-    monkeypatch.setitem(file, "rotated", modeling_llama.LlamaRotaryEmbedding.forward)
-    monkeypatch.setitem(file, "forward", None)
-    exec(lines, file)
-    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", file["forward"])
+""",
+    )
     lengths = (30, 12, 40, 200, 150, 12)
     expected = [ask(llama, tokens, max_new_tokens=1) for tokens in lengths]
     with hf_fastattn.patch(llama) as patch:
@@ -184,7 +179,6 @@ def forward(self, q, position_ids):
 
 
 def test_what_runs_in_another_size_alone_is_compared(llama, monkeypatch):
-    file = vars(modeling_llama)
     lines = """
 def factor(): return 1
 def scaled(x): return factor() * x
@@ -192,10 +186,7 @@ def forward(self, q, position_ids):
     cos, sin = rotated(self, q, position_ids)
     return (scaled(cos), sin) if q.shape[1] > 64 else (cos, sin)
 """
-    for name in ("factor", "scaled", "forward", "rotated"):
-        monkeypatch.setitem(file, name, modeling_llama.LlamaRotaryEmbedding.forward)
-    exec(lines, file)
-    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", file["forward"])
+    file = rotate_by(monkeypatch, lines)
     with hf_fastattn.patch(llama):
         for tokens in (100, 12, 200, 200):
             ask(llama, tokens)
@@ -254,19 +245,16 @@ def test_buffers_that_grow_are_few_where_memory_allows_it(llama, monkeypatch, fr
         assert [*job] == [256, 1024, 1792, 2048, 2560] and len(chat) == 6
 
 
-def test_buffers_that_are_held_do_not_make_the_next_ones_larger(llama):
+def test_caches_that_do_not_get_the_storage_of_another(llama):
+    """And buffers that are held do not make the next ones larger."""
     held, capacities = [], set()
-    with hf_fastattn.patch(llama):
+    with hf_fastattn.patch(llama) as patch:
         for _ in range(4):
             cache = ask(llama, 20, return_dict_in_generate=True).past_key_values
             capacities.add(cache.storage.capacity)
             held.append(cache.layers[0].keys)
             del cache
-    assert len(capacities) == 1
-
-
-def test_caches_that_do_not_get_the_storage_of_another(llama):
-    with hf_fastattn.patch(llama) as patch:
+        assert len(capacities) == 1
         first = PreallocatedCache(llama)
         expected = ask(llama, 12, past_key_values=first)
         layers = [*first.layers]  # still in use
@@ -313,6 +301,13 @@ def test_captures_after_a_reply_take_a_part_of_its_time(llama):
         assert sizes(patch) == {1}
 
 
+def first_prompt(model, **options):
+    """Read without captures after its reply."""
+    with pytest.MonkeyPatch.context() as none:
+        none.setattr(policy, "SHARE", 0.0)
+        return ask(model, 100, **options)
+
+
 FAILURES = {
     "memory": (torch.OutOfMemoryError("of the device"), "captures no more graphs after its replies: .*no memory"),
     "other": (RuntimeError("of the driver"), None),
@@ -326,9 +321,7 @@ def test_a_capture_after_a_reply_that_fails(llama, monkeypatch, name):
     expected = [ask(llama, tokens) for tokens in (100, 12, 12, 60)]
     monkeypatch.setattr(policy, "SHARE", 1e9)
     with hf_fastattn.patch(llama) as patch:
-        with pytest.MonkeyPatch.context() as none:
-            none.setattr(policy, "SHARE", 0.0)
-            assert torch.equal(ask(llama, 100), expected[0])
+        assert torch.equal(first_prompt(llama), expected[0])
         with pytest.MonkeyPatch.context() as broken:
             capture = fake_graph.RecordedGraph.capture
 
@@ -337,11 +330,8 @@ def test_a_capture_after_a_reply_that_fails(llama, monkeypatch, name):
                 raise error
 
             broken.setattr(fake_graph.RecordedGraph, "capture", fails)
-            if said is None:
+            with pytest.warns(UserWarning, match=said) if said else contextlib.nullcontext():
                 assert torch.equal(ask(llama, 12), expected[1])
-            else:
-                with pytest.warns(UserWarning, match=said):
-                    assert torch.equal(ask(llama, 12), expected[1])
             assert patch._graphs.late == (said is None)
         for want, tokens in zip(expected[2:], (12, 60), strict=True):
             assert torch.equal(ask(llama, tokens), want)
@@ -353,17 +343,11 @@ def test_a_capture_after_a_reply_that_is_interrupted(llama, monkeypatch):
     monkeypatch.setattr(policy, "SHARE", 1e9)
     cache = PreallocatedCache(llama, 512)
     with hf_fastattn.patch(llama) as patch:
-        with pytest.MonkeyPatch.context() as none:
-            none.setattr(policy, "SHARE", 0.0)
-            ask(llama, 100, past_key_values=cache)
+        first_prompt(llama, past_key_values=cache)
         cache.reset()
         with pytest.MonkeyPatch.context() as broken:
-
-            def stopped(self, body):
-                body()
-                raise KeyboardInterrupt
-
-            broken.setattr(fake_graph.RecordedGraph, "capture", stopped)
+            interrupt = Mock(side_effect=KeyboardInterrupt)
+            broken.setattr(fake_graph.RecordedGraph, "capture", lambda self, body: (body(), interrupt()))
             with pytest.raises(KeyboardInterrupt):
                 ask(llama, 12, past_key_values=cache)
         assert cache.get_seq_length() == 15 and not patch._generation.calls
@@ -374,9 +358,7 @@ def test_a_capture_after_a_reply_that_is_interrupted(llama, monkeypatch):
 def test_nothing_is_captured_after_a_reply_while_another_thread_is_in_a_call_or_code_of_the_user_runs(llama, monkeypatch):
     monkeypatch.setattr(policy, "SHARE", 1e9)
     with hf_fastattn.patch(llama) as patch:
-        with pytest.MonkeyPatch.context() as none:
-            none.setattr(policy, "SHARE", 0.0)
-            ask(llama, 100)
+        first_prompt(llama)
         patch._generation.calls += 1  # as of another thread
         ask(llama, 12)
         patch._generation.calls -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
@@ -10,6 +11,7 @@ import warnings
 import fake_graph
 import pytest
 import torch
+from cases import pairs, slow_unless
 from models import FAMILIES, PADDINGS, VOCAB, family, prompts, tiny
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -153,7 +155,7 @@ def compared(monkeypatch, model, assistant, inputs, **options) -> list[int]:
         for _ in range(3):
             found.clear()
             rounds.clear()
-            generate(model, inputs, assistant_model=assistant, **options)
+            generate(model, inputs, assistant_model=assistant, max_new_tokens=6, **options)
     return [found.count(assistant), rounds.count(assistant)]
 
 
@@ -181,7 +183,7 @@ BETWEEN_ROUNDS = {  # a function of the model and its assistant that prepares a 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", BETWEEN_ROUNDS)
+@pytest.mark.parametrize("name", slow_unless(["processor", "hook of the assistant"].__contains__, BETWEEN_ROUNDS))
 def test_code_between_the_rounds_of_an_assistant_may_change_it(llama, assistant, inputs, name, monkeypatch):
     times, rounds = compared(monkeypatch, llama, assistant, inputs, **BETWEEN_ROUNDS[name](llama, assistant) or {})
     assert times >= rounds > 1
@@ -225,12 +227,13 @@ def test_an_assistant_with_another_tokenizer(llama, inputs):
 ASSISTED = {"lookup": {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}, "early_exit": {"assistant_early_exit": 1}}
 
 
-@pytest.mark.parametrize("given", ["whole text", "new ids"])
-@pytest.mark.parametrize("mode", [*ASSISTED, "assistant"])
-@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
-def test_an_assisted_generation_continues_a_cache(llama, padding, mode, given):
+CONTINUED = [PADDINGS[:2], [*ASSISTED, "assistant"], ["whole text", "new ids"]]
+
+
+@pytest.mark.parametrize("padding, mode, given", slow_unless(pairs(*CONTINUED).__contains__, itertools.product(*CONTINUED)))
+def test_an_assisted_generation_continues_a_cache(llama, assistant, padding, mode, given):
     """Transformers alone reads the cached tokens again."""
-    options = ASSISTED.get(mode) or {"assistant_model": tiny("llama", num_hidden_layers=1)}
+    options = ASSISTED.get(mode) or {"assistant_model": assistant}
     inputs = prompts(padding, "cpu", rows=1)
     ids = torch.cat([inputs["input_ids"], torch.arange(3, 8)[None]], 1)
     mask = torch.nn.functional.pad(inputs.get("attention_mask", torch.ones_like(ids[:, :-5])), (0, 5), value=1)
@@ -653,7 +656,7 @@ def test_prompts_whose_launches_take_longer_than_their_kernels_are_captured(monk
     assert 800 < found["8b", 1, 9] < 1200 and found["8b", 1, 8] == found["70b", 1, 9] == 512 < found["70b", 4, 9]
 
 
-@pytest.mark.parametrize("length", [513, 700, 1000])
+@pytest.mark.parametrize("length", slow_unless((513).__eq__, [513, 700, 1000]))
 def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
     monkeypatch.setattr(reference, "SCORES_AT_ONCE", 1 << 30)  # in chunks it looks for the visible keys on the host
     llama = tiny("llama", max_position_embeddings=4096)

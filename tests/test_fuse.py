@@ -78,15 +78,13 @@ def test_refusals_have_messages():
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "batch, heads, kv_heads, tokens, dim, cos_rows", [(1, 4, 2, 1, 64, 1), (3, 6, 1, 5, 80, 3), (2, 9, 3, 7, 32, 1)]
-)
-def test_rotation_is_bitwise_llamas_own(batch, heads, kv_heads, tokens, dim, cos_rows, dtype):
+def test_rotation_is_bitwise_llamas_own(dtype):
     torch.manual_seed(0)
-    q, k = (torch.randn(batch, tokens, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in (heads, kv_heads))
-    cos, sin = (torch.randn(cos_rows, tokens, dim, device=DEVICE).to(dtype) for _ in range(2))
-    for got, stock in zip(rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
-        assert torch.equal(got, stock)
+    for batch, heads, kv_heads, tokens, dim, cos_rows in ((1, 4, 2, 1, 64, 1), (3, 6, 1, 5, 80, 3), (2, 9, 3, 7, 32, 1)):
+        q, k = (torch.randn(batch, tokens, n, dim, device=DEVICE).to(dtype).transpose(1, 2) for n in (heads, kv_heads))
+        cos, sin = (torch.randn(cos_rows, tokens, dim, device=DEVICE).to(dtype) for _ in range(2))
+        for got, stock in zip(rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+            assert torch.equal(got, stock)
 
 
 @runs_kernels
@@ -124,6 +122,10 @@ def test_a_model_computes_the_same(family):
         fuse.fuse(found)
         assert fuse.find(model) == ([], [], [], [])
         during = model(ids).logits
+    model(ids).logits.sum().backward()  # gradients flow through the model's own code
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    with torch.no_grad():
         twin = copy.deepcopy(model)
         fused = list(itertools.chain(*found))
         subclass.restore(fused)
@@ -137,14 +139,6 @@ def test_a_model_computes_the_same(family):
     for module, copied in zip(model.modules(), twin.modules(), strict=True):
         assert not subclass.is_fused(module)
         assert subclass.is_fused(copied) == (module in fused)
-
-
-@runs_kernels
-def test_gradients_flow_through_the_models_own_code():
-    model = tiny("llama").to(DEVICE)
-    fuse.fuse(fuse.find(model))
-    model(torch.arange(1, 12, device=DEVICE)[None]).logits.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -259,7 +253,12 @@ def test_wrapped_code_of_llama_is_not_taken_for_llamas(monkeypatch):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_replaced_code_of_torch_is_not_taken_for_torchs(monkeypatch):
+def test_replaced_code_of_torch_and_tensors_without_an_address_are_not_taken_for_torchs(monkeypatch):
+    """For example a DTensor, which is recognised by its type, because its device is the GPU."""
+    with monkeypatch.context() as interpreted:
+        interpreted.setattr(subclass, "INTERPRETED", True)
+        assert subclass.has_kernels(torch.ones(2)) and subclass.has_kernels(torch.nn.Parameter(torch.ones(2)))
+        assert not subclass.has_kernels(torch.ones(2).as_subclass(Wrapped))
     linear, norm = torch.nn.Linear(64, 64).half(), torch.nn.LayerNorm(64)
     assert linears.is_plain(linear) and hf.norm_of(norm) and is_embedding(torch.nn.Embedding.forward)
     for cls in (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Embedding):
@@ -302,14 +301,6 @@ def test_a_fused_model_is_freed_with_its_last_reference():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_tensors_without_an_address_run_the_models_own_code(monkeypatch):
-    """For example a DTensor, which is recognised by its type, because its device is the GPU."""
-    monkeypatch.setattr(subclass, "INTERPRETED", True)
-    assert subclass.has_kernels(torch.ones(2)) and subclass.has_kernels(torch.nn.Parameter(torch.ones(2)))
-    assert not subclass.has_kernels(torch.ones(2).as_subclass(Wrapped))
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 def test_a_rotation_is_found_in_a_forward_whose_arguments_transformers_renames(monkeypatch):
     model, ids = tiny("llama").to(DEVICE), torch.arange(1, 12, device=DEVICE)[None]
     cls = type(model.model.layers[0].self_attn)
@@ -337,14 +328,11 @@ def test_a_rotation_is_found_in_a_forward_whose_arguments_transformers_renames(m
         torch.testing.assert_close(old, new, rtol=0, atol=bound)
 
 
-def test_the_cache_among_arguments():
+def test_transformers_is_not_changed_and_the_cache_is_found_among_arguments():
+    """The globals of a model's module are copied, not changed."""
     cache = object()
     assert hf.cache_in({"past_key_values": cache, "input_ids": None}) is hf.cache_in({hf.CACHE: cache}) is cache
     assert hf.cache_in({}) is hf.cache_in({hf.CACHE: None}) is None
-
-
-def test_transformers_is_not_changed():
-    """The globals of a model's module are copied, not changed."""
     assert fuse._with_fused_rope(modeling_llama.LlamaAttention.forward) is not modeling_llama.LlamaAttention.forward
     assert modeling_llama.apply_rotary_pos_emb is apply_rotary_pos_emb
     assert not subclass.is_fused(tiny("llama").model.layers[0].self_attn)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from calls import as_kernel, attention
-from cases import pairs
+from cases import pairs, slow_unless
 from models import FAMILIES, PADDINGS
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
@@ -137,7 +137,7 @@ DROPS = {"opt": "drops_scale", "gemma2": "drops_softcap", "gpt_oss": "drops_sink
 WRONG += [(family, "no_padding", wrong) for family, wrong in DROPS.items()]
 
 
-@pytest.mark.parametrize("family,padding,wrong", WRONG)
+@pytest.mark.parametrize("family,padding,wrong", slow_unless([*WRONG[::3], *WRONG[-3:]].__contains__, WRONG))
 def test_wrong_attention_changes_the_tokens(family, padding, wrong, device, registering):
     registry.register(dataclasses.replace(registry.get("lean"), prefill=WRONG_KERNELS[wrong], decode=None))
     assert not torch.equal(run(family, "dynamic_cache", padding, device, "lean"), eager(family, "dynamic_cache", padding, device))
@@ -162,7 +162,10 @@ def converse(family: str, device: torch.device, attn_implementation: str, paddin
     return generate(model, inputs, **options, **second)
 
 
-@pytest.mark.parametrize("family, static, padding", pairs(FAMILIES, [False, True], PADDINGS))
+TURNS = pairs(FAMILIES, [False, True], PADDINGS)
+
+
+@pytest.mark.parametrize("family, static, padding", slow_unless(TURNS[::2].__contains__, TURNS))
 def test_second_turn_over_the_same_cache(family, static, padding, device):
     expected = converse(family, device, "eager", padding, static)
     with hf_fastattn.count_calls() as calls:

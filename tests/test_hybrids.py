@@ -1,6 +1,7 @@
 """Models whose layers have recurrent states, in place of K and V or besides them, or no K and V of their own."""
 
 import copy
+from unittest.mock import Mock
 
 import every_model
 import fake_graph
@@ -165,6 +166,23 @@ def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs
         with pytest.raises(ValueError, match="holds 2 rows, and the call has 1"):
             model(more[:1], past_key_values=loaded)
         assert torch.equal(generated(model, torch.cat([text, IDS[:, :2]], 1), past_key_values=loaded), expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_cache_is_refused_after_an_interrupted_forward_from_python(error, graphs, monkeypatch):
+    model = built("Qwen3_5")
+    expected = generated(model)
+    with hf_fastattn.patch(model), torch.no_grad():
+        cache = PreallocatedCache(model)
+        with monkeypatch.context() as patched, pytest.raises(error):
+            patched.setattr(model.lm_head, "forward", Mock(side_effect=error))
+            generated(model, past_key_values=cache)
+        parts = {(part.layer, part.name.partition(".")[0], part.slots) for part in cache.storage.memory()}
+        assert parts == {(0, "conv", None), (0, "recurrent", None), (1, "keys", 20), (1, "values", 20)}
+        with pytest.raises(ValueError, match="was interrupted"):
+            model(IDS[:, :1], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(generated(model, past_key_values=cache), expected)
 
 
 @pytest.mark.parametrize("family, interrupted", [("Qwen3_5", 1), ("Zamba", 1), ("Zamba", 2)])

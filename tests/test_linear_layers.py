@@ -133,10 +133,11 @@ def begun(model, rows=2):
     return model(ids[:, :7], use_cache=True)[hf.CACHE], ids[:, 7:]
 
 
+QUICK = ("qwen3_next", "qwen3_5_text", "falcon_h1", "nemotron_h", "lfm2")
+
+
 @runs_kernels
-@pytest.mark.parametrize(
-    "name", slow_unless(("qwen3_next", "qwen3_5_text", "falcon_h1", "nemotron_h", "lfm2").__contains__, STEPPED)
-)
+@pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, STEPPED))
 def test_a_family_steps_by_kernels(name):
     model = small(name)
     past, ids = begun(model)
@@ -175,26 +176,18 @@ def disturbed(change):
     return *results, launches.count
 
 
-def wide_state(model, past):
-    past.layers[0].recurrent_states[0] = past.layers[0].recurrent_states[0].double()
-
-
-def strided_state(model, past):
-    state = past.layers[0].recurrent_states[0]
-    past.layers[0].recurrent_states[0] = state.transpose(2, 3).contiguous().transpose(2, 3)
-
-
-def other_activation(model, past):
-    model.model.layers[0].linear_attn.activation = "gelu"
+def of_state(change):
+    """A change of the first recurrent state."""
+    return lambda model, past: (kept := past.layers[0].recurrent_states).__setitem__(0, change(kept[0]))
 
 
 CHANGES = {
     "gradients": lambda model, past: {"within": torch.enable_grad},
     "autocast": lambda model, past: {"within": lambda: torch.autocast(DEVICE, torch.bfloat16)},
     "recording": lambda model, past: setattr(past.layers[0], "record_past", True),
-    "a state in fp64": wide_state,
-    "a strided state": strided_state,
-    "another activation": other_activation,
+    "a state in fp64": of_state(torch.Tensor.double),
+    "a strided state": of_state(lambda state: state.transpose(2, 3).contiguous().transpose(2, 3)),
+    "another activation": lambda model, past: setattr(model.model.layers[0].linear_attn, "activation", "gelu"),
 }
 
 
@@ -268,14 +261,11 @@ def test_a_gated_norm_is_recognised_by_what_it_computes(family):
     assert found.inputs(norm) is None
 
 
-def test_other_gated_norms_are_left_alone():
+def test_linear_layers_are_recognised_by_their_code_and_other_gated_norms_left_alone(monkeypatch):
     assert hf.gated_norm_of(modelling("llama").LlamaRMSNorm(64)) is None
     norm = modelling("qwen3_next").Qwen3NextRMSNormGated(64)
     norm.activation = "sigmoid"
     assert hf.gated_norm_of(norm) is None
-
-
-def test_linear_layers_are_recognised_by_their_code(monkeypatch):
     file = modelling("qwen3_5_moe")
     forward = file.Qwen3_5MoeGatedDeltaNet.forward
     assert hf.mixer_of(forward) == "gated_delta"

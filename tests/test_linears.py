@@ -10,6 +10,7 @@ import torch
 from calls import DEVICE, captured, runs_kernels
 from models import tiny
 from small_layers import Launches, small_model
+from test_fuse import Wrapped
 from torch.nn.functional import linear as torchs
 
 from hf_fastattn.kernels import HAS_TRITON
@@ -242,23 +243,16 @@ def test_projections_of_other_inputs_are_not_computed_together(change, linear_ca
             linear_calls.clear()
 
 
-def bias(layer):
-    layer.bias = torch.nn.Parameter(torch.ones(len(layer.weight), device=DEVICE, dtype=torch.float16))
-
-
-def pre_hook(module):
-    module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-
-
-def hook(module):
-    module.register_forward_hook(lambda module, args, out: out * 2)
-
-
+bias = lambda of: setattr(of, "bias", torch.nn.Parameter(new(len(of.weight)) * 0 + 1))  # noqa: E731
+pre_hook = lambda of: of.register_forward_pre_hook(lambda module, args: (args[0] * 2,))  # noqa: E731
+hook = lambda of: of.register_forward_hook(lambda module, args, out: out * 2)  # noqa: E731
 CHANGES = {
     "another": lambda layer: setattr(layer, "k_proj", torch.nn.Sequential(layer.k_proj, torch.nn.ReLU())),
     "own forward": lambda layer: setattr(layer.k_proj, "forward", lambda x: 2 * x[..., :16]),
     "no linear layer": lambda layer: setattr(layer, "k_proj", torch.nn.Identity()),
-    **{f.__name__: lambda layer, change=f: change(layer.k_proj) for f in (bias, pre_hook, hook)},
+    "bias": lambda layer: bias(layer.k_proj),
+    "pre_hook": lambda layer: pre_hook(layer.k_proj),
+    "hook": lambda layer: hook(layer.k_proj),
 }
 
 
@@ -361,10 +355,6 @@ def test_joined_layers_are_copied_and_pickled():
         assert type(twin) is type(layer) and torch.equal(twin.q_proj.weight, layer.q_proj.weight)
         subclass.restore([twin])
         assert type(twin).__bases__ == (torch.nn.Module,)
-
-
-class Wrapped(torch.Tensor):
-    """A tensor subclass with other behaviour, like quantised and distributed tensors."""
 
 
 def make_the_weight_an_attribute(layer):

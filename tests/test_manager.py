@@ -181,25 +181,21 @@ def test_an_undone_patch():
     assert "init_continuous_batching" not in vars(model)
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"input_ids": []}, "Prompt 0 is empty"),
-        ({"input_ids": [500]}, "ids from 500 to 500"),
-        ({"input_ids": [5], "max_new_tokens": 0}, "at least 1; got 0"),
-        ({"input_ids": [5], "temperature": 0.5}, "does not support 'temperature'"),
-        ({"input_ids": [5], "request_id": "taken"}, "There is a request 'taken' already"),
-        ({"input_ids": [5], "eos_token_id": 3}, "does not go with min_new_tokens"),
-    ],
-)
-def test_refused_requests(model, given, error):
+REFUSED = [
+    *(({"input_ids": []}, "Prompt 0 is empty"), ({"input_ids": [500]}, "ids from 500 to 500")),
+    ({"input_ids": [5], "max_new_tokens": 0}, "at least 1; got 0"),
+    ({"input_ids": [5], "temperature": 0.5}, "does not support 'temperature'"),
+    ({"input_ids": [5], "request_id": "taken"}, "There is a request 'taken' already"),
+    ({"input_ids": [5], "eos_token_id": 3}, "does not go with min_new_tokens"),
+]
+
+
+def test_refused_requests_and_managers(model):
     manager = model.init_continuous_batching(options(min_new_tokens=1), sizes())
     manager.add_request([5], "taken")
-    with pytest.raises(ValueError, match=error):
-        manager.add_request(**given)
-
-
-def test_refused_managers(model):
+    for given, error in REFUSED:
+        with pytest.raises(ValueError, match=error):
+            manager.add_request(**given)
     with pytest.raises(ValueError, match="does not support num_beams=2"):
         model.init_continuous_batching(options(num_beams=2))
     with pytest.raises(ValueError, match="got page_size=48"):

@@ -7,7 +7,7 @@ import fake_graph
 import models
 import pytest
 import torch
-from cases import pairs
+from cases import pairs, slow_unless
 from models import family, prompts, tiny
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -116,7 +116,7 @@ ROLLING = ("drop", "copies", "start_again", "fail", "interrupt")
 DROPPED = [(name, use) for name in ("llama", WINDOWED) for use in USES] + [("rolling", use) for use in ROLLING]
 
 
-@pytest.mark.parametrize("name, use", DROPPED)
+@pytest.mark.parametrize("name, use", slow_unless(lambda case: case[0] != WINDOWED, DROPPED))
 def test_a_dropped_cache_frees_its_memory(buffers, name, use, tmp_path):
     model = tiny("llama") if name == "rolling" else family(name, "cpu")
     if name == "rolling":
@@ -308,7 +308,10 @@ def _contents(kept) -> list:
     return [_contents(kept.keys), _contents(kept.values)] if hasattr(kept, "keys") else kept.tolist()
 
 
-@pytest.mark.parametrize("what, kind, graph", pairs(KEPT, ["preallocated", "rolling"], [False, True]))
+HELD = pairs(KEPT, ["preallocated", "rolling"], [False, True])
+
+
+@pytest.mark.parametrize("what, kind, graph", slow_unless(HELD[::3].__contains__, HELD))
 def test_k_and_v_that_are_referenced_are_not_overwritten(buffers, monkeypatch, kind, what, graph):
     if graph:
         fake_graph.use(monkeypatch, prompts=False)

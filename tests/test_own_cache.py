@@ -107,17 +107,7 @@ def test_the_loop_waits_for_a_cache_that_cannot_be_cropped(monkeypatch):
         assert found[0, PROMPT:].tolist() == new[: new.index(eos) + 1] and cache.get_seq_length() == found.shape[1] - 1
 
 
-def test_it_is_refused_for_other_rows(monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
-    model = tiny("llama")
-    with hf_fastattn.patch(model):
-        cache = ReversedCache(model, PROMPT + 20)
-        model.generate(**prompts("no_padding", "cpu", rows=2), past_key_values=cache, max_new_tokens=2, do_sample=False)
-        with pytest.raises(ValueError, match="holds 2 rows, and the call has 3"):
-            model.generate(**prompts("no_padding", "cpu", length=PROMPT + 4), past_key_values=cache, max_new_tokens=2)
-
-
-def test_a_cache_learns_of_the_end_of_a_forward_and_may_replace_the_output(monkeypatch):
+def test_a_cache_learns_of_the_end_of_a_forward_may_replace_the_output_and_is_refused_for_other_rows(monkeypatch):
     fake_graph.use(monkeypatch, prompts=False)
     failed = []
 
@@ -139,3 +129,7 @@ def test_a_cache_learns_of_the_end_of_a_forward_and_may_replace_the_output(monke
             model(**inputs, past_key_values=NegatedCache(model, PROMPT))
         hook.remove()
         assert failed[-1]
+        cache = ReversedCache(model, PROMPT + 20)
+        model.generate(**prompts("no_padding", "cpu", rows=2), past_key_values=cache, max_new_tokens=2, do_sample=False)
+        with pytest.raises(ValueError, match="holds 2 rows, and the call has 3"):
+            model.generate(**prompts("no_padding", "cpu", length=PROMPT + 4), past_key_values=cache, max_new_tokens=2)

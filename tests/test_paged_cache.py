@@ -8,8 +8,9 @@ import copy
 import fake_graph
 import pytest
 import torch
+from cases import slow_unless
 from models import PADDINGS, generate, prompts, tiny
-from test_batch import ALL
+from test_batch import ALL, eager
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
@@ -19,7 +20,6 @@ from hf_fastattn import PagedCache, hf
 from hf_fastattn.caches import table_storage
 from hf_fastattn.caches.paged import counted
 from hf_fastattn.caches.table_layers import TableLayer
-from hf_fastattn.hf.version import number_of
 
 WINDOWED = "gemma2"  # one layer of each kind
 NEW = {"max_new_tokens": 20}
@@ -30,13 +30,6 @@ MODES = {
     "chunks": {"prefill_chunk_size": 40},
     "lookup": {"prompt_lookup_num_tokens": 3},
 }
-
-
-def eager(name):
-    model_type, own = ALL[name]
-    if name == "gptj" and number_of(hf.VERSION) < (5, 24):
-        pytest.skip("its code computes attention itself, and cannot be patched")
-    return tiny(model_type, "eager", **own)
 
 
 def check(model, cases, size, **more):
@@ -60,11 +53,7 @@ def pages_of_tables(cache) -> int:
     return sum(len({page for row in storage.held for page in row[table]} - {0}) for table in range(len(storage.windows)))
 
 
-SLOW = pytest.mark.slow
-REST = ((WINDOWED, False), ("llama", True), ("llama", False))
-
-
-@pytest.mark.parametrize("name", [name if name in ("llama", "opt", WINDOWED) else pytest.param(name, marks=SLOW) for name in ALL])
+@pytest.mark.parametrize("name", slow_unless(["llama", "opt", WINDOWED].__contains__, ALL))
 def test_families(name):
     model = eager(name)
     cases = [(prompts("left_padding", "cpu"), {}), (prompts("no_padding", "cpu"), MODES["beams"])]
@@ -72,7 +61,10 @@ def test_families(name):
         check(model, cases, size)
 
 
-@pytest.mark.parametrize("name, graph", [(WINDOWED, True), *(pytest.param(*case, marks=SLOW) for case in REST)])
+CASES = [(WINDOWED, True), (WINDOWED, False), ("llama", True), ("llama", False)]
+
+
+@pytest.mark.parametrize("name, graph", slow_unless(CASES[0].__eq__, CASES))
 def test_modes(name, graph, monkeypatch):
     if graph:
         fake_graph.use(monkeypatch)
@@ -157,18 +149,23 @@ def test_pages_behind_a_window_return(graph, monkeypatch):
         with pytest.raises(ValueError, match="Remove at most"):
             cache.crop(-40)
         cache.crop(-3)
-        turn = {
-            "input_ids": expected[:, :-3],
-            "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 47)], 1).long(),
-        }
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 47), value=1)
+        turn = {"input_ids": expected[:, :-3], "attention_mask": mask}
         wanted = generate(model, turn, max_new_tokens=5)
         assert torch.equal(generate(model, turn, max_new_tokens=5, past_key_values=cache), wanted)
 
 
 def test_a_pool_that_may_not_grow():
-    model = tiny("llama", "lean")
-    inputs = prompts("no_padding", "cpu")
+    model, inputs = tiny("llama", "eager"), prompts("no_padding", "cpu")
+    logits = model(inputs["input_ids"][2:, :31]).logits[:, -1:]
     with hf_fastattn.patch(model):
+        cache = PagedCache(model, 96, page_size=16, grow=False)
+        with torch.no_grad():
+            model(inputs["input_ids"][:, :30], past_key_values=cache)
+            cache.batch_select_indices(torch.tensor([2]))  # the pool was full
+            assert cache.pages_in_use == 2
+            found = model(inputs["input_ids"][2:, 30:31], past_key_values=cache).logits
+        torch.testing.assert_close(found, logits, rtol=1e-3, atol=1e-3)
         cache = PagedCache(model, 3 * 112, page_size=16, grow=False)
         generate(model, inputs, max_new_tokens=16, past_key_values=cache)
         assert cache.pages_in_use == 3 * 7
@@ -181,46 +178,32 @@ def test_a_pool_that_may_not_grow():
         assert torch.equal(generate(model, inputs, max_new_tokens=16, past_key_values=cache), wanted)
 
 
-@pytest.mark.parametrize(
-    "more, error",
-    [
-        ({"page_size": 24}, "A page has 16, 32, 64, 128 or 256 tokens; got page_size=24"),
-        ({"page_size": "16"}, "got page_size='16'"),
-        ({"capacity": 0}, "capacity counts tokens"),
-        ({"capacity": 1.5}, "capacity counts tokens"),
-        ({"capacity": 1 << 50}, "A cache of .* tokens needs"),
-    ],
-)
-def test_bad_arguments(more, error):
+BAD = [
+    ({"page_size": 24}, "A page has 16, 32, 64, 128 or 256 tokens; got page_size=24"),
+    *(({"page_size": "16"}, "got page_size='16'"), ({"capacity": 0}, "capacity counts tokens")),
+    *(({"capacity": 1.5}, "capacity counts tokens"), ({"capacity": 1 << 50}, "A cache of .* tokens needs")),
+]
+MODELS = {"qwen3_next": "recurrent states", "deepseek_v3": "latents", "mllama_text_model": "an image", "t5": "encoder-decoder"}
+MODELS |= {"bloom": "bias of keys", "mpt": "bias of keys"}
+
+
+def test_bad_arguments_and_models_that_are_refused():
     model = tiny("llama", "lean")
-    with pytest.raises((ValueError, MemoryError), match=error):
-        generate(model, prompts("no_padding", "cpu"), past_key_values=PagedCache(model, **more), max_new_tokens=2)
-
-
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        ("qwen3_next", "recurrent states"),
-        ("deepseek_v3", "latents"),
-        ("mllama_text_model", "an image"),
-        ("t5", "encoder-decoder"),
-        ("bloom", "bias of keys"),
-        ("mpt", "bias of keys"),
-    ],
-)
-def test_models_that_are_refused(name, why):
-    with pytest.raises(ValueError, match=why):
-        PagedCache(CONFIG_MAPPING[name]())
+    for more, error in BAD:
+        with pytest.raises((ValueError, MemoryError), match=error):
+            generate(model, prompts("no_padding", "cpu"), past_key_values=PagedCache(model, **more), max_new_tokens=2)
+    for name, why in MODELS.items():
+        with pytest.raises(ValueError, match=why):
+            PagedCache(CONFIG_MAPPING[name]())
 
 
 def test_calls_that_are_refused():
     model = tiny("llama", "eager")
     inputs = prompts("no_padding", "cpu")
     ids = inputs["input_ids"]
-    with hf_fastattn.patch(model, "streaming", window=16), pytest.raises(ValueError, match=r"does not support .*'streaming'"):
-        generate(model, inputs, past_key_values=PagedCache(model), max_new_tokens=3)
-    with hf_fastattn.patch(model, "batch_invariant"), pytest.raises(ValueError, match=r"does not support .*'batch_invariant'"):
-        generate(model, inputs, past_key_values=PagedCache(model), max_new_tokens=3)
+    for name, more in (("streaming", {"window": 16}), ("batch_invariant", {})):
+        with hf_fastattn.patch(model, name, **more), pytest.raises(ValueError, match=rf"does not support .*'{name}'"):
+            generate(model, inputs, past_key_values=PagedCache(model), max_new_tokens=3)
     with hf_fastattn.patch(model):
         cache = PagedCache(model)
         with pytest.raises(RuntimeError, match="carries no gradient"):
@@ -325,19 +308,6 @@ def test_a_single_query_does_not_see_the_rest_of_the_last_page(monkeypatch):
         monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
         with pytest.raises(ValueError, match="in pages without a mask"):
             model(ids[:, 20:], past_key_values=cache)
-
-
-@torch.no_grad()
-def test_rows_of_a_full_pool_can_be_selected():
-    model, ids = tiny("llama", "eager"), prompts("no_padding", "cpu")["input_ids"][:, :31]
-    with hf_fastattn.patch(model):
-        cache = PagedCache(model, 96, page_size=16, grow=False)
-        model(ids[:, :30], past_key_values=cache)
-        cache.batch_select_indices(torch.tensor([2]))
-        assert cache.pages_in_use == 2
-        found = model(ids[2:, 30:], past_key_values=cache).logits
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(found, model(ids[2:]).logits[:, -1:], rtol=1e-3, atol=1e-3)
 
 
 def test_any_number_of_groups_has_a_number_in_a_graph():

@@ -191,10 +191,10 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "backend", "options"),
-    [(*other, "lean", {}) for other in OTHERS] + [(*OTHERS[0], "streaming", {"window": 32})],
-)
+BACKENDS = [(*other, "lean", {}) for other in OTHERS] + [(*OTHERS[0], "streaming", {"window": 32})]
+
+
+@pytest.mark.parametrize("module, name, backend, options", BACKENDS)
 def test_layers_of_other_packages_are_captured_and_verified(monkeypatch, module, name, backend, options):
     fake_graph.use(monkeypatch)
     compared = []
@@ -244,10 +244,7 @@ def test_a_graph_that_lacks_a_kernel_is_not_used(monkeypatch, backend, options):
 
 
 def test_a_weight_of_an_unknown_class_is_not_merged(monkeypatch):
-    class Other(torch.Tensor):
-        pass
-
-    Other.__module__ = "another_package"
+    Other = type("Other", (torch.Tensor,), {"__module__": "another_package"})
     model = small()
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Other))
@@ -256,15 +253,12 @@ def test_a_weight_of_an_unknown_class_is_not_merged(monkeypatch):
         assert not merged.qualifies(model) and verify.needed(model)
 
 
-def test_logits_are_compared_up_to_the_order_of_sums():
+def test_logits_are_compared_up_to_the_order_of_sums_and_a_configuration_says_what_is_not_counted():
     logits = torch.randn(2, 1, 50, generator=torch.Generator().manual_seed(0))
     logits[0, 0, 3] = float("-inf")
     assert not verify.differs(logits + 0.01 * torch.ones(50), logits)
     assert verify.differs(logits.roll(1, -1), logits) and verify.differs(torch.zeros_like(logits), logits)
     assert verify.differs(logits * float("nan"), logits)
-
-
-def test_a_configuration_of_a_quantised_checkpoint_says_what_is_not_counted():
     config = small().config
     config.quantization_config = {"quant_method": "mxfp4"}
     found = explain(config, length=16, device="cuda", gpu="h200")

@@ -64,18 +64,15 @@ def test_tokens_are_those_of_transformers(values):
     same(partial(Sampler(), scores, found), partial(by_stock, scores, settings))
 
 
+TIES = [
+    *((Settings(top_k=50), 1000), (Settings(top_k=3, top_p=0.5), 1000)),
+    *((Settings(2.0, 64, 0.8, 0.1), 1000), (Settings(top_p=0.7), 1000)),
+    *on_gpu((Settings(0.5, 64, 0.9), 152_064), (Settings(top_p=0.9), 152_064), (Settings(2.0), 262_400)),
+]
+
+
 @runs_kernels
-@pytest.mark.parametrize(
-    "settings, vocab",
-    [
-        (Settings(top_k=50), 1000),
-        (Settings(top_k=3, top_p=0.5), 1000),
-        (Settings(2.0, 64, 0.8, 0.1), 1000),
-        (Settings(top_p=0.7), 1000),
-        *on_gpu((Settings(0.5, 64, 0.9), 152_064), (Settings(top_p=0.9), 152_064), (Settings(2.0), 262_400)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings, vocab", TIES, ids=str)
 def test_ties(settings, vocab):
     """Of few values, as bf16 has: all that equal the last of top-k are kept, and of those at the limit of top-p the last ones.
 
@@ -152,33 +149,23 @@ def by_hand(model, input_ids, logits_processor, **_):
     return logits_processor(input_ids, model(input_ids).logits[:, -1]).argmax(-1)
 
 
-@pytest.fixture
-def count(monkeypatch):
-    """The settings of each launch."""
-    launches = []
-    monkeypatch.setattr(
-        sample.Sampler, "__call__", lambda self, x, s, call=sample.Sampler.__call__: launches.append(s) or call(self, x, s)
-    )
-    return launches
+CALLS = [  # options of generate(), and the launches
+    ({}, 4),
+    ({"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.2}, 4),
+    *(
+        ({"top_k": 0, **more}, 4)
+        for more in ({"num_return_sequences": 3}, {"return_dict_in_generate": True, "output_logits": True})
+    ),
+    ({"return_dict_in_generate": True, "output_scores": True}, 0),
+    *(({"do_sample": False}, 0), ({"num_beams": 2}, 0), ({"prompt_lookup_num_tokens": 2}, 0), ({"custom_generate": by_hand}, 0)),
+]
 
 
 @runs_kernels
-@pytest.mark.parametrize(
-    "options, launches",
-    [
-        ({}, 4),
-        ({"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.2}, 4),
-        ({"top_k": 0, "num_return_sequences": 3}, 4),
-        ({"top_k": 0, "return_dict_in_generate": True, "output_logits": True}, 4),
-        ({"return_dict_in_generate": True, "output_scores": True}, 0),
-        ({"do_sample": False}, 0),
-        ({"num_beams": 2}, 0),
-        ({"prompt_lookup_num_tokens": 2}, 0),
-        ({"custom_generate": by_hand}, 0),
-    ],
-    ids=lambda value: str([*value] if isinstance(value, dict) else value),
-)
-def test_generate_draws_as_before(options, launches, count):
+@pytest.mark.parametrize("options, launches", CALLS, ids=lambda value: str([*value] if isinstance(value, dict) else value))
+def test_generate_draws_as_before(options, launches, monkeypatch):
+    count, run = [], sample.Sampler.__call__
+    monkeypatch.setattr(sample.Sampler, "__call__", lambda self, x, s: count.append(s) or run(self, x, s))
     model = tiny("llama").to(DEVICE)
     ids = torch.arange(5, 15, device=DEVICE).view(2, 5)[: 1 if "prompt_lookup_num_tokens" in options else 2]
     options = {"do_sample": True, "max_new_tokens": 4, **options}

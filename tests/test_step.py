@@ -3,6 +3,7 @@
 import copy
 import threading
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import fake_graph
 import pytest
@@ -26,9 +27,9 @@ both_caches = pytest.mark.parametrize("options, cache_type", PATCHES, ids=["prea
 
 
 @contextmanager
-def inside(model, then):
-    """Inside, the second layer of the model calls `then` before it runs."""
-    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: then())
+def inside(model, then, layer=1):
+    """Inside, a layer of the model calls `then` before it runs."""
+    handle = model.model.layers[layer].register_forward_pre_hook(lambda *_: then())
     try:
         yield
     finally:
@@ -109,14 +110,10 @@ def test_steps_nest(options, cache_type):
 def test_a_forward_that_raises_leaves_no_step(options, cache_type, error):
     """Also for an error after which torch calls no hooks; then the next forward removes the step."""
     model = tiny("llama")
-
-    def fail():
-        raise error
-
     with hf_fastattn.patch(model, **options), torch.no_grad():
         expected = model(IDS, past_key_values=cache_type(model)).logits
         cut, again = cache_type(model), cache_type(model)
-        with inside(model, fail), pytest.raises(error):
+        with inside(model, Mock(side_effect=error)), pytest.raises(error):
             model(IDS, past_key_values=cut)
         assert error is not ValueError or steps.of_model(model) is None
         assert torch.equal(model(IDS, past_key_values=again).logits, expected) and steps.of_model(model) is None
@@ -134,13 +131,7 @@ def test_generate_after_an_interrupt(monkeypatch):
     with hf_fastattn.patch(model, **STREAMING) as patch:
         options = {"max_new_tokens": 6, "do_sample": False}
         expected = model.generate(IDS, **options)
-        failing = iter([None, KeyboardInterrupt])
-
-        def fail():
-            if error := next(failing, None):
-                raise error
-
-        with inside(model, fail), pytest.raises(KeyboardInterrupt):
+        with inside(model, Mock(side_effect=[None, KeyboardInterrupt])), pytest.raises(KeyboardInterrupt):
             model.generate(IDS, **options)
         assert torch.equal(model.generate(IDS, **options), expected) and steps.of_model(model) is None
         assert patch.captures
@@ -206,18 +197,12 @@ def test_a_custom_form_under_patch_with_a_graph(backend, with_padding, monkeypat
 def test_a_mask_left_by_an_interrupt_is_not_used_by_another_model():
     one, other = tiny("llama"), tiny("llama")
     with hf_fastattn.patch(one, **STREAMING), hf_fastattn.patch(other, cache=None, graph=False, **STREAMING), torch.no_grad():
-
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        handle = one.model.layers[0].register_forward_pre_hook(interrupt)
         mask = torch.ones_like(IDS)
         mask[:, :6] = 0
         expected = other(IDS).logits
-        with pytest.raises(KeyboardInterrupt):
+        with inside(one, Mock(side_effect=KeyboardInterrupt), 0), pytest.raises(KeyboardInterrupt):
             one(IDS, attention_mask=mask, past_key_values=RollingCache(one))
         assert torch.equal(other(IDS).logits, expected)
-        handle.remove()
 
 
 @pytest.mark.parametrize("which", ["the same model", "another model"])

@@ -7,7 +7,7 @@ import fake_graph
 import pytest
 import torch
 from calls import At
-from cases import DEVICE
+from cases import DEVICE, slow_unless
 from models import OPT, prompts, tiny
 from transformers import TemperatureLogitsWarper
 from transformers.generation import utils
@@ -78,8 +78,10 @@ def same(out, expected) -> None:
         torch.testing.assert_close(mine, theirs, **bounds)
 
 
-@pytest.mark.parametrize("step", [0, 1, 5, NEW - 2, NEW - 1])
-@pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
+STEPS = [(step, padding) for step in (0, 1, 5, NEW - 2, NEW - 1) for padding in ("no_padding", "left_padding")]
+
+
+@pytest.mark.parametrize("step, padding", slow_unless(STEPS[::3].__contains__, STEPS))
 def test_the_step_too_many_leaves_nothing(model, step, padding):
     inputs, twin = prompts(padding, DEVICE, rows=1), copy.deepcopy(model)
     eos, step = ends(twin, inputs, step, do_sample=False)
@@ -160,8 +162,11 @@ def test_the_loop_waits_for_code_of_the_caller_and_processors_with_a_state(model
         assert not Event.recorded and getattr(processor, "calls", step + 1) == step + 1
 
 
-@pytest.mark.parametrize("window", [16, 6])  # within it, and far behind it
-@pytest.mark.parametrize("positions", [512, 20])  # a rolling cache has no limit of positions
+# Within the window, and far behind it; a rolling cache has no limit of positions.
+WINDOWS = [(16, 20), (6, 512), (16, 512), (6, 20)]
+
+
+@pytest.mark.parametrize("window, positions", slow_unless(WINDOWS[0].__eq__, WINDOWS))
 def test_a_rolling_cache_drops_the_token_of_the_step_too_many(window, positions):
     """It has overwritten the oldest token of the window, which no later token sees."""
     model = tiny("llama", "sdpa", DEVICE, max_position_embeddings=positions)
@@ -198,9 +203,8 @@ def test_the_step_too_many_does_not_drop_the_first_token_of_a_rolling_cache(one)
 
 def test_other_models_and_models_without_graphs_wait(model, one):
     options = {"max_new_tokens": 3, "do_sample": False}
-    hf_fastattn.patch(model, "lean")
-    tiny("llama", "sdpa", DEVICE).generate(**one, **options)
-    hf_fastattn.unpatch(model)
+    with hf_fastattn.patch(model, "lean"):
+        tiny("llama", "sdpa", DEVICE).generate(**one, **options)
     model.generate(**one, **options)
     hf_fastattn.patch(model, "lean", graph=False)
     model.generate(**one, **options)
@@ -297,18 +301,14 @@ def test_the_last_row_of_a_table_of_positions(rolling):
     assert found[0, length:].tolist() == new[: step + 1]
 
 
-def test_the_models_code_does_not_run_once_more(model, one):
+def test_the_models_code_does_not_run_once_more_and_a_cache_without_tokens_is_not_cropped(model, one):
     calls = []
     eos, step = ends(model, one, 5, do_sample=False)
-    model.lm_head.register_forward_hook(lambda *_: calls.append(1))  # of the caller: no step is captured
-    hf_fastattn.patch(model, "lean")
-    late(model, one, eos_token_id=eos)
+    hook = model.lm_head.register_forward_hook(lambda *_: calls.append(1))  # of the caller: no step is captured
+    with hf_fastattn.patch(model, "lean"):
+        late(model, one, eos_token_id=eos)
     assert len(calls) == step + 1
-
-
-def test_a_cache_without_tokens_is_not_cropped(one):
-    model = tiny("llama", "sdpa", DEVICE)
-    eos, _ = ends(model, one, 3, do_sample=False)
+    hook.remove()
     model.train()
     model.gradient_checkpointing_enable()
     hf_fastattn.patch(model, "lean")

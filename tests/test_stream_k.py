@@ -29,30 +29,25 @@ def hopper(monkeypatch):
     monkeypatch.setattr(gpu, "num_sms", lambda device: 132)
 
 
-@pytest.mark.parametrize(
-    "shape, chosen",
-    [
-        ({"q_len": 17, "kv_len": 65536}, "prefill_hopper"),  # the heads of a group share blocks
-        ({"q_len": 64, "kv_len": 65536, "heads": 8}, "lean"),  # half of a block would be empty
-        ({"q_len": 300, "kv_len": 300, "batch": 16}, "prefill_hopper"),
-        ({"q_len": 17, "kv_len": 65536, "head_dim": 84}, "lean"),
-        ({"q_len": 17, "kv_len": 512, "head_dim": 84, "batch": 5}, "prefill"),  # no room for two splits of each block
-        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, "lean"),  # few keys, in blocks of few rows
-        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1, "batch": 9}, "prefill_hopper"),  # in all too many bytes
-        ({"q_len": 1, "kv_len": 100, "heads": 71, "kv_heads": 1}, "lean"),
-        ({"q_len": 1, "kv_len": 65536, "heads": 71, "kv_heads": 1}, "prefill_hopper"),
-        ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "head_dim": 256}, "prefill_hopper"),
-        ({"q_len": 1, "kv_len": 1024, "heads": 71, "kv_heads": 1, "dtype": torch.float32}, "prefill"),
-        ({"q_len": 128, "kv_len": 128}, "lean"),
-        ({"q_len": 300, "kv_len": 300}, "prefill_hopper"),  # no room for two splits of each block
-        ({"q_len": 128, "kv_len": 8192, "batch": 0}, "prefill_hopper"),  # which refuses it
-        ({"q_len": 17, "kv_len": 65536, "head_dim": 512}, "prefill"),
-        ({"q_len": 17, "kv_len": 65536, "dtype": torch.float32}, "prefill"),
-    ],
-    ids=str,
-)
-def test_the_kernel_that_is_estimated_fastest_runs(shape, chosen, hopper):
-    assert PREFILL.choice(*operands(**shape), Spec())[0] == chosen
+ONE = {"heads": 71, "kv_heads": 1}
+CHOSEN = [
+    (17, 65536, {}, "prefill_hopper"),  # the heads of a group share blocks
+    (64, 65536, {"heads": 8}, "lean"),  # half of a block would be empty
+    *((300, 300, {"batch": 16}, "prefill_hopper"), (17, 65536, {"head_dim": 84}, "lean")),
+    (17, 512, {"head_dim": 84, "batch": 5}, "prefill"),  # no room for two splits of each block
+    (1, 8192, ONE, "lean"),  # few keys, in blocks of few rows
+    (1, 8192, ONE | {"batch": 9}, "prefill_hopper"),  # in all too many bytes
+    *((1, 100, ONE, "lean"), (1, 65536, ONE, "prefill_hopper"), (1, 1024, ONE | {"head_dim": 256}, "prefill_hopper")),
+    *((1, 1024, ONE | {"dtype": torch.float32}, "prefill"), (128, 128, {}, "lean")),
+    (300, 300, {}, "prefill_hopper"),  # no room for two splits of each block
+    (128, 8192, {"batch": 0}, "prefill_hopper"),  # which refuses it
+    *((17, 65536, {"head_dim": 512}, "prefill"), (17, 65536, {"dtype": torch.float32}, "prefill")),
+]
+
+
+def test_the_kernel_that_is_estimated_fastest_runs(hopper):
+    for q_len, kv_len, shape, chosen in CHOSEN:
+        assert PREFILL.choice(*operands(q_len, kv_len, **shape), Spec())[0] == chosen, (q_len, kv_len, shape)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -74,20 +69,14 @@ def test_few_keys_are_read_by_several_blocks_of_rows(rows, head_dim, hopper):
     assert min(rows, 64) <= config.BLOCK_M and fixed == (rows <= 64)
 
 
-def test_a_window_limits_the_keys_that_blocks_read(hopper):
-    q, kv = operands(1, 65536, heads=71, kv_heads=1)
+def test_the_keys_and_bytes_that_blocks_read_are_limited_by_a_window_and_for_each_sm(hopper, monkeypatch):
+    q, kv = operands(1, 65536, **ONE)
     assert is_brief(q, kv, Spec(window=4096, sinks=4)) and not is_brief(q, kv, Spec(window=8192, sinks=4))
-
-
-@pytest.mark.parametrize("sms", [132, 66])
-def test_the_bytes_that_blocks_read_are_limited_for_each_sm(sms, hopper, monkeypatch):
-    monkeypatch.setattr(gpu, "num_sms", lambda device: sms)
-    most = schedule.BRIEF[64][0][1] * sms // 132 // (2 * 2 * 64 * 2)  # keys of two blocks
-
-    def found(kv_len):
-        return brief(torch.device("cuda", 0), torch.bfloat16, 64, 128, 1, kv_len) is not None
-
-    assert found(most) and not found(most + 1)
+    for sms in (132, 66):
+        monkeypatch.setattr(gpu, "num_sms", lambda device, sms=sms: sms)
+        most = schedule.BRIEF[64][0][1] * sms // 132 // (2 * 2 * 64 * 2)  # keys of two blocks
+        found = [brief(torch.device("cuda", 0), torch.bfloat16, 64, 128, 1, kv_len) for kv_len in (most, most + 1)]
+        assert found[0] is not None and found[1] is None
 
 
 def plan(q_len, kv_len, heads=16, kv_heads=2, head_dim=128, batch=1, spec=Spec(), module=lean, padded=False):  # noqa: B008 (a tuple)
@@ -105,25 +94,20 @@ def merge_of(launches):
     return named["CHUNK"], merge.meta["num_warps"], named["ROWS"]
 
 
-@pytest.mark.parametrize(
-    "shape, splits, merge",
-    [
-        ({"q_len": 16, "kv_len": 2048}, 16, (32, 1, 1)),  # of 66 in a long buffer
-        ({"q_len": 17, "kv_len": 2048}, 16, (32, 1, 1)),  # of 44
-        ({"q_len": 16, "kv_len": 8192}, 32, (32, 1, 1)),
-        ({"q_len": 8, "kv_len": 65536, "heads": 28, "kv_heads": 4}, 64, (64, 2, 1)),
-        ({"q_len": 1, "kv_len": 8192, "heads": 71, "kv_heads": 1}, 32, (32, 1, 1)),
-        ({"q_len": 1, "kv_len": 8192}, 64, (64, 2, 1)),
-        ({"q_len": 1, "kv_len": 65536, "heads": 71, "kv_heads": 1, "head_dim": 64}, 128, (128, 4, 1)),
-        ({"q_len": 8, "kv_len": 8192, "heads": 32, "kv_heads": 8, "head_dim": 64}, 32, (32, 1, 1)),
-        ({"q_len": 1, "kv_len": 100}, 1, None),
-    ],
-    ids=str,
-)
-def test_the_merge_of_fixed_splits_is_that_of_their_number(shape, splits, merge, hopper):
-    launches = plan(**shape)
-    given = dict(zip(launches.kernel.arg_names[launches.takes :], launches.rest, strict=True))
-    assert given["splits"] == splits and (launches.then and merge_of(launches)) == merge
+MERGES = [
+    (16, 2048, {}, 16, (32, 1, 1)),  # of 66 in a long buffer
+    (17, 2048, {}, 16, (32, 1, 1)),  # of 44
+    *((16, 8192, {}, 32, (32, 1, 1)), (8, 65536, {"heads": 28, "kv_heads": 4}, 64, (64, 2, 1))),
+    *((1, 8192, ONE, 32, (32, 1, 1)), (1, 8192, {}, 64, (64, 2, 1)), (1, 65536, ONE | {"head_dim": 64}, 128, (128, 4, 1))),
+    *((8, 8192, {"heads": 32, "kv_heads": 8, "head_dim": 64}, 32, (32, 1, 1)), (1, 100, {}, 1, None)),
+]
+
+
+def test_the_merge_of_fixed_splits_is_that_of_their_number(hopper):
+    for q_len, kv_len, shape, splits, merge in MERGES:
+        launches = plan(q_len, kv_len, **shape)
+        given = dict(zip(launches.kernel.arg_names[launches.takes :], launches.rest, strict=True))
+        assert given["splits"] == splits and (launches.then and merge_of(launches)) == merge, (q_len, kv_len, shape)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -141,22 +125,20 @@ def test_few_merges_are_compiled_for_all_lengths(head_dim, padded, hopper):
         assert merge_of(plan(1, 8192, batch=2, padded=True))[:2] == (128, 4)
 
 
-@pytest.mark.parametrize(
-    "shape, team, teams, groups",
-    [
-        # all blocks of 64 rows, two programs on each SM
-        ({"q_len": 300, "kv_len": 32768, "heads": 32, "kv_heads": 32}, 5, 52, 1),
-        ({"q_len": 24, "kv_len": 65536, "heads": 28, "kv_heads": 4, "batch": 4, "padded": True}, 3, 88, 1),
-        ({"q_len": 128, "kv_len": 65536, "heads": 71, "kv_heads": 1}, 12, 11, 6),  # 71 blocks of 128 rows fill six teams
-        ({"q_len": 4096, "kv_len": 65536}, 16, 8, 16),  # of 256 blocks
-    ],
-    ids=str,
-)
-def test_one_program_for_each_block_of_queries_has_the_tiles_of_a_team(shape, team, teams, groups, hopper):
-    launches = plan(**shape)
-    named = dict(zip(launches.kernel.arg_names[-len(launches.rest) :], launches.rest, strict=True))
-    assert launches.grid == (team * teams, 1, 1) and named["team"] == team and named["num_sms"] == 132 // team
-    assert named["heads"] == named["kv_heads"] * groups and named["BLOCK_B"] == (8 if shape.get("padded") else 1)
+TEAMS = [
+    (300, 32768, {"heads": 32, "kv_heads": 32}, 5, 52, 1),  # all blocks of 64 rows, two programs on each SM
+    (24, 65536, {"heads": 28, "kv_heads": 4, "batch": 4, "padded": True}, 3, 88, 1),
+    (128, 65536, ONE, 12, 11, 6),  # 71 blocks of 128 rows fill six teams
+    (4096, 65536, {}, 16, 8, 16),  # of 256 blocks
+]
+
+
+def test_one_program_for_each_block_of_queries_has_the_tiles_of_a_team(hopper):
+    for q_len, kv_len, shape, team, teams, groups in TEAMS:
+        launches = plan(q_len, kv_len, **shape)
+        named = dict(zip(launches.kernel.arg_names[-len(launches.rest) :], launches.rest, strict=True))
+        assert launches.grid == (team * teams, 1, 1) and named["team"] == team and named["num_sms"] == 132 // team
+        assert named["heads"] == named["kv_heads"] * groups and named["BLOCK_B"] == (8 if shape.get("padded") else 1)
 
 
 @pytest.mark.parametrize("module", [lean, split_kv])

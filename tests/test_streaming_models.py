@@ -106,12 +106,9 @@ def test_logits_are_those_of_the_visible_tokens(name):
         assert_close(last_logits(model, ids), everything)
 
 
-def test_clamping_is_for_learned_positions():
+def test_hrm_asks_whether_its_cache_is_initialised_and_clamping_is_for_learned_positions():
     with pytest.raises(ValueError, match="clamp_positions=True is for models with learned positions, and Llama has none"):
         stream(one_layer("llama"), clamp_positions=True)
-
-
-def test_hrm_asks_whether_its_cache_is_initialised():
     model = models.tiny("hrm_text", num_hidden_layers=8, num_layers_per_stack=1, num_key_value_heads=4)
     ids = tokens()
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
@@ -206,22 +203,18 @@ def test_a_second_patch_and_a_copy_have_separate_frequencies():
     replace(model)
     with stream(model):
         assert_close(last_logits(model, ids), visible_logits(copy_without_patch(model), ids))
-
-
-def copy_without_patch(model) -> torch.nn.Module:
-    twin = copy.deepcopy(model)
-    hf_fastattn.unpatch(twin)
-    return twin
-
-
-def test_frequencies_in_16_bits_and_training_mode():
-    model, ids = one_layer("llama"), tokens()
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.bfloat16()
     expected = visible_logits(model, ids)
     model.train()
     with stream(model):
         assert model.training and model.model.layers[0].training
         assert_close(last_logits(model.eval(), ids), expected)
+
+
+def copy_without_patch(model) -> torch.nn.Module:
+    twin = copy.deepcopy(model)
+    hf_fastattn.unpatch(twin)
+    return twin
 
 
 # Models with other inputs than text.
@@ -249,13 +242,13 @@ def test_images_in_plainly_causal_text_stream_and_their_tower_keeps_its_attentio
     assert model.config.text_config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    "model_type, name, sentence",
-    [
-        ("paligemma", "PaliGemma", "mask that is not plainly causal.*prefix"),
-        ("qwen2_5_vl", "Qwen2_5_VL", "positions of images and videos in three sections"),
-    ],
-)
+IMAGES = [
+    ("paligemma", "PaliGemma", "mask that is not plainly causal.*prefix"),
+    ("qwen2_5_vl", "Qwen2_5_VL", "positions of images and videos in three sections"),
+]
+
+
+@pytest.mark.parametrize("model_type, name, sentence", IMAGES)
 def test_images_that_streaming_does_not_support_are_refused_and_text_is_not(model_type, name, sentence):
     model, inputs = image_model(model_type, f"{name}ForConditionalGeneration")
     text = {"input_ids": inputs["input_ids"].clamp(max=models.VOCAB - 1)}

@@ -101,9 +101,11 @@ def test_every_exact_backend_trains(name, device):
     check(trainable("llama", device), "left_padding", name=name)
 
 
-@pytest.mark.parametrize(
-    "family, compiled", [("gpt_oss", False), *((family, compiled) for family in ("llama", "qwen2") for compiled in (False, True))]
-)  # GPT-OSS trains in a compiled graph only in newer Transformers
+# GPT-OSS trains in a compiled graph only in newer Transformers.
+RESTARTED = [("gpt_oss", False), *((family, compiled) for family in ("llama", "qwen2") for compiled in (False, True))]
+
+
+@pytest.mark.parametrize("family, compiled", RESTARTED)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_positions_that_restart(use_cache, compiled, family, device):
     positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None].to(device)
@@ -129,14 +131,11 @@ def test_chunks_restart_in_each_packed_sequence(use_cache, device):
         cu = torch.tensor([0, 5, 40], device=device, dtype=torch.int32)
         lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 35, "max_length_k": 35}
         found = [model(ids, position_ids=positions, use_cache=use_cache, **lengths).logits]
+        copy_mask = lambda _, args, given: (args, {**given, "attention_mask": given["attention_mask"].clone()})  # noqa: E731
         for layer in model.model.layers:  # as for layers on several devices
             layer.register_forward_pre_hook(copy_mask, with_kwargs=True)
         found.append(model(ids, position_ids=positions, use_cache=use_cache, **lengths).logits)
     assert all((each - expected).abs().max() < 1e-3 for each in found)
-
-
-def copy_mask(layer, args, kwargs):
-    return args, {**kwargs, "attention_mask": kwargs["attention_mask"].clone()}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -166,9 +165,7 @@ def test_selective_checkpointing_runs_the_forward_once(device):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    "compiled", ["aot_eager", "eager"]
-)  # the second without a graph of the backward pass: the op gets the mask
+@pytest.mark.parametrize("compiled", ["aot_eager", "eager"])  # "eager" has no graph of the backward pass: the op gets the mask
 @pytest.mark.parametrize("family, padding", [("llama", "left_padding"), ("llama", "no_padding"), ("gpt_oss", "left_padding")])
 def test_compiled(family, padding, compiled, device):
     model = trainable(family, device)
@@ -345,16 +342,13 @@ def test_a_batch_of_gradients(device):
     assert all(map(torch.equal, found, map(torch.stack, zip(*expected, strict=True))))
 
 
-def test_another_form_of_keys_and_values_refuses(device, monkeypatch):
+def test_another_form_of_keys_and_values_and_a_backend_without_gradients_refuse(device, monkeypatch):
     q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
     form = Form("fewer bits", unpack=lambda kv: (kv.k, kv.v))
     monkeypatch.setattr(step, "kv_of", lambda k, v: KV(k, v, form))
     with pytest.raises(RuntimeError, match="only with plain K and V, and this cache has the form 'fewer bits'"):
         function.attention_forward("lean", torch.nn.Module(), q, q, q, None)
-
-
-@pytest.mark.parametrize("name", ["streaming", "leen"])
-def test_a_backend_without_gradients_is_named(name):
-    q = torch.randn(1, 4, 5, 16)
-    with pytest.raises(ValueError, match=rf"'{name}' has no backward pass; use one of .*lean.*reference"):
-        training.attention(name, q, q, q)
+    monkeypatch.undo()
+    for name in ("streaming", "leen"):
+        with pytest.raises(ValueError, match=rf"'{name}' has no backward pass; use one of .*lean.*reference"):
+            training.attention(name, q, q, q)

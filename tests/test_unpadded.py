@@ -6,10 +6,11 @@ import functools
 import re
 
 import fake_graph
+import models
 import pytest
 import torch
 from models import FAMILIES, tiny
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
@@ -17,7 +18,7 @@ from hf_fastattn.hf.version import number_of
 from hf_fastattn.patches.calls import unpadded
 
 WIDTH = 48
-OPTIONS = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+generate = functools.partial(models.generate, max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
 
 
 @pytest.fixture(autouse=True)
@@ -29,11 +30,6 @@ def prompts(*lengths: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(5, 60, (len(lengths), WIDTH), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(WIDTH) >= WIDTH - torch.tensor(lengths)[:, None]).long()
     return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def generate(model, inputs, **options):
-    torch.manual_seed(3)
-    return model.generate(**inputs, **{**OPTIONS, **options})
 
 
 def compare(model, inputs, backend: str = "lean", **options) -> hf_fastattn.Patch:
@@ -78,7 +74,10 @@ def test_equal_rows_are_read_once(rows):
         assert patch.skipped_tokens == 2 * (rows * WIDTH - int(mask[0].sum()))
 
 
-def test_rows_that_differ_in_padding_or_positions_are_read():
+def test_rows_that_differ_in_padding_or_positions_are_read_and_positions_of_padding():
+    inputs = dict(RAGGED, position_ids=(RAGGED["attention_mask"].cumsum(1) - 1).clamp(min=0))
+    inputs["position_ids"][RAGGED["attention_mask"] == 0] = 100  # which a model may read
+    assert compare(tiny("llama", "eager"), inputs).skipped_tokens == 0
     inputs = prompts(20, 20, 30)
     inputs["input_ids"][1:] = inputs["input_ids"][0]
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -105,19 +104,11 @@ def test_a_window_drops_tokens_of_a_prompt(monkeypatch):
     assert compare(tiny("mistral", "eager", sliding_window=12), RAGGED).skipped_tokens == SKIPPED
 
 
-def right(inputs):
-    return {name: x.flip(1) for name, x in inputs.items()}
-
-
-def with_a_dead_row(inputs):
-    mask = inputs["attention_mask"].clone()
-    mask[0] = 0
-    return {**inputs, "attention_mask": mask}
-
-
-@pytest.mark.parametrize("change", [right, with_a_dead_row], ids=["right", "a row of padding"])
-def test_a_last_token_that_is_padding(change):
-    model, inputs = tiny("llama", "eager"), change(RAGGED)
+@pytest.mark.parametrize("kind", ["right", "a row of padding"])
+def test_a_last_token_that_is_padding(kind):
+    model, inputs = tiny("llama", "eager"), {name: x.flip(1) for name, x in RAGGED.items()}
+    if kind != "right":
+        inputs = {**RAGGED, "attention_mask": RAGGED["attention_mask"].index_fill(0, torch.tensor([0]), 0)}
     expected = generate(model.set_attn_implementation("lean") or model, inputs, use_cache=True)
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(generate(model, inputs).sequences, expected.sequences)
@@ -137,101 +128,63 @@ def test_windows_count_the_padding_between_tokens(window):
         assert patch.skipped_tokens == SKIPPED // 2
 
 
-def test_positions_of_padding_that_a_model_may_read():
-    inputs = dict(RAGGED, position_ids=(RAGGED["attention_mask"].cumsum(1) - 1).clamp(min=0))
-    inputs["position_ids"][RAGGED["attention_mask"] == 0] = 100
-    assert compare(tiny("llama", "eager"), inputs).skipped_tokens == 0
-
-
 def test_a_processor_that_runs_the_model(monkeypatch):
-    model, shapes = tiny("llama", "eager"), []
-
-    class Processor(LogitsProcessor):
-        def __call__(self, ids, scores):
-            mask = RAGGED["attention_mask"]
-            arguments = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True}
-            shapes.append(
-                model(input_ids=RAGGED["input_ids"], past_key_values=PreallocatedCache(model), **arguments).logits.shape
-            )
-            return scores
-
+    model, shapes, mask = tiny("llama", "eager"), [], RAGGED["attention_mask"]
+    given = {**RAGGED, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": True}
+    process = lambda ids, scores: (  # noqa: E731
+        shapes.append(model(**given, past_key_values=PreallocatedCache(model)).logits.shape) or scores
+    )
     with hf_fastattn.patch(model):
-        generate(model, RAGGED, logits_processor=LogitsProcessorList([Processor()]))
+        generate(model, RAGGED, logits_processor=LogitsProcessorList([process]))
     assert set(shapes) == {(4, WIDTH, 128)}
 
 
-def hooked(model):
-    model.model.layers[0].register_forward_hook(lambda *_: None)
-
-
 def own_code(model):
-    class Own(type(model.model.norm)):
-        def forward(self, x):
-            return super().forward(x)
-
-    model.model.norm.__class__ = Own
+    cls = type(model.model.norm)
+    model.model.norm.__class__ = type("Own", (cls,), {"forward": lambda self, x: cls.forward(self, x)})
 
 
-def wrapped(model):
+def bound(model, wraps=lambda own: lambda function: function):
     layer = model.model.layers[0]
-    layer.forward = functools.wraps(layer.forward)(
-        functools.partial(lambda own, *args, **kwargs: own(*args, **kwargs), layer.forward)
-    )
-
-
-def bound(model):
-    layer = model.model.layers[0]
-    layer.forward = functools.partial(lambda own, *args, **kwargs: own(*args, **kwargs), layer.forward)
-
-
-def dropping(model):
-    model.train().config.attention_dropout = 0.5
+    own = layer.forward
+    layer.forward = wraps(own)(functools.partial(lambda own, *args, **kwargs: own(*args, **kwargs), own))
 
 
 def dropping_in_a_module(model):
     model.model.layers[0].mlp.act_fn = torch.nn.Sequential(model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.5).train())
 
 
-def asking(model):
-    model.config.output_hidden_states = True
+HIDDEN, OWN = "output_hidden_states is requested", r".forward\(\) is of no installed package"
+READS = {  # what changes the model, options of the call, and the reason
+    "hidden states": (None, {"output_hidden_states": True}, HIDDEN),
+    "logits": (None, {"logits_to_keep": 3}, "logits_to_keep is 3"),
+    "a hook": (lambda m: m.model.layers[0].register_forward_hook(lambda *_: None), {}, "LlamaDecoderLayer has the forward hook"),
+    "own code": (own_code, {}, "Own" + OWN),
+    "wrapped": (lambda m: bound(m, functools.wraps), {}, "LlamaDecoderLayer" + OWN),
+    "bound": (bound, {}, "LlamaDecoderLayer" + OWN),
+    "dropout": (lambda m: setattr(m.train().config, "attention_dropout", 0.5), {}, "attention_dropout draws random numbers"),
+    "dropout in a module": (dropping_in_a_module, {}, "Dropout draws random numbers"),
+    "configured": (lambda m: setattr(m.config, "output_hidden_states", True), {}, HIDDEN),
+}
 
 
-def nothing(model):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "reason"),
-    [
-        (nothing, {"output_hidden_states": True}, "output_hidden_states is requested"),
-        (nothing, {"logits_to_keep": 3}, "logits_to_keep is 3"),
-        (hooked, {}, "LlamaDecoderLayer has the forward hook"),
-        (own_code, {}, r"Own.forward\(\) is of no installed package"),
-        (wrapped, {}, r"LlamaDecoderLayer.forward\(\) is of no installed package"),
-        (bound, {}, r"LlamaDecoderLayer.forward\(\) is of no installed package"),
-        (dropping, {}, "attention_dropout draws random numbers"),
-        (dropping_in_a_module, {}, "Dropout draws random numbers"),
-        (asking, {}, "output_hidden_states is requested"),
-    ],
-)
-def test_what_keeps_the_padding(change, options, reason):
-    model = tiny("llama", "eager")
-    change(model)
+@pytest.mark.parametrize("name", READS)
+def test_what_keeps_the_padding(name):
+    model, (change, options, reason) = tiny("llama", "eager"), READS[name]
+    if change is not None:
+        change(model)
     expected = generate(model, RAGGED, **options)
     with hf_fastattn.patch(model) as patch, pytest.warns(UserWarning, match=f"reads the padding of prompts: .*{reason}"):
         found = generate(model, RAGGED, **options)
     assert patch.skipped_tokens == 0 and re.search(reason, str(patch))
-    assert change in (dropping, dropping_in_a_module) or torch.equal(found.sequences, expected.sequences)
+    assert "dropout" in name or torch.equal(found.sequences, expected.sequences)
 
 
-def test_training_mode_without_dropout():
+def test_calls_that_read_the_padding_and_training_mode_without_dropout():
+    for options in ({"prefill_chunk_size": 16}, {"backend": "batch_invariant"}, {"prompt_lookup_num_tokens": 3}):
+        one = {name: x[:1] for name, x in RAGGED.items()} if "prompt_lookup_num_tokens" in options else RAGGED
+        assert compare(tiny("llama", "eager"), one, **options).skipped_tokens == 0, options
     assert compare(tiny("llama", "eager").train(), RAGGED).skipped_tokens == SKIPPED
-
-
-@pytest.mark.parametrize("options", [{"prefill_chunk_size": 16}, {"backend": "batch_invariant"}, {"prompt_lookup_num_tokens": 3}])
-def test_calls_that_read_the_padding(options):
-    one = {name: x[:1] for name, x in RAGGED.items()} if "prompt_lookup_num_tokens" in options else RAGGED
-    assert compare(tiny("llama", "eager"), one, **options).skipped_tokens == 0
 
 
 def test_a_cache_of_the_caller_and_a_second_turn():
