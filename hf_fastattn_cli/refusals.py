@@ -19,7 +19,7 @@ def as_options(text: str, command: Callable[..., Any]) -> str:
     Arguments of a function stay."""
     subject = FIRST.match(text)
     first, rest = text[: subject.end() if subject else 0], text[subject.end() if subject else 0 :]
-    for name, parameter in inspect.signature(command).parameters.items():
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         for about in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(about, OptionInfo):
                 option = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
