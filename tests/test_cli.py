@@ -42,6 +42,7 @@ def test_explain_of_a_named_shape_and_of_a_folder(capsys, folder):
     assert cli.main(["explain", folder, "--length", "64", "--dtype", "bfloat16", "--gpu", "l4", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["facts"]["name"] == folder and said["facts"]["dtype"] == "bfloat16" and said["facts"]["num_kv_heads"] == 2
+    assert [shape["layers"] for shape in said["facts"]["shapes"]] == [2]
 
 
 @pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
@@ -257,6 +258,8 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "8b", "--tp", "0"], "--tp must be at least 1; got 0."),
+        (["explain", "8b", "--tp", "3"], "Use a number of ranks that divides 8."),
+        (["explain", "8b", "--tp", "2", "--kv-dtype", "int8"], "--kv-dtype int8 is for a model on one GPU; got --tp 2."),
         (["explain", "8b", "--kv-dtype", "int4"], '--kv-dtype must be "int8", "fp8" or None; got \'int4\'.'),
         (["eval", "FOLDER", "--kv-dtype", "int8", "--backends", "sdpa"], "--kv-dtype is for backends whose kernels read 8 bits"),
         (
