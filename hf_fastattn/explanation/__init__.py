@@ -290,7 +290,7 @@ def _experts(model: hf.PreTrainedModel, facts: Facts, device: torch.device) -> t
     asking = next(filter(hf.asks_for_experts, model.modules()), None)
     if asking is None:
         own, why = "the model's own", f"{type(model).__name__} computes them in its own code"
-        return own, why, "its experts do not ask Transformers' ExpertsInterface"
+        return own, why, "its experts do not dispatch through Transformers' ExpertsInterface"
     own, reason = experts.had(asking), experts.why_not_kind(asking)
     if reason is None and facts.dtype not in mixture.DTYPES:
         reason = f"the weights are {facts.dtype}"
