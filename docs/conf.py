@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import hf_fastattn  # noqa: E402
-from hf_fastattn import cli  # noqa: E402
+import hf_fastattn_cli as cli  # noqa: E402
 
 URLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
 project = "hf_fastattn"

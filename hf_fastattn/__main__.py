@@ -1,5 +1,5 @@
 """`python -m hf_fastattn` is `hf-fastattn`."""
 
-from .cli import main
+from hf_fastattn_cli import main
 
 raise SystemExit(main())

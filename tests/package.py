@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parent.parent
-OURS = {"hf_fastattn", "hf_fastattn_autoload.py", "hf_fastattn_cli.py"}
+OURS = {"hf_fastattn", "hf_fastattn_autoload.py", "hf_fastattn_cli"}
 
 
 def contents(folder: Path) -> None:

@@ -123,6 +123,8 @@ def test_its_own_code_runs_for_weights_and_others_are_refused():
     want = model(IDS, output_attentions=True).attentions
     with pytest.raises(ValueError, match="has ALiBi, which 'streaming' does not support"):
         hf_fastattn.patch(model, "streaming")
+    with pytest.raises(ValueError, match="kv_dtype='int8' is for models without ALiBi"):
+        hf_fastattn.patch(model, kv_dtype="int8")
     with hf_fastattn.patch(model):
         got = model(IDS, output_attentions=True).attentions
         assert all(map(torch.equal, got, want))

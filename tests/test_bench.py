@@ -15,6 +15,7 @@ import fake_graph
 import pytest
 import torch
 
+import hf_fastattn_cli as cli
 from benchmarks import (
     batch,
     chunks,
@@ -45,9 +46,9 @@ from benchmarks import (
     stream,
     timing,
 )
-from hf_fastattn import PreallocatedCache, cli, hf, patch
-from hf_fastattn.cli import handed_over
+from hf_fastattn import PreallocatedCache, hf, patch
 from hf_fastattn.explanation import costs
+from hf_fastattn_cli import handed_over
 
 RIVALS = {grid.SDPA, grid.STATIC, grid.LEAN, grid.OURS}
 CPU = torch.device("cpu")

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import hf_fastattn
-from hf_fastattn import cli, hf
-from hf_fastattn.evaluation import Evaluation, harness, perplexity, report
+import hf_fastattn_cli as cli
+from hf_fastattn import explanation, hf, patches
+from hf_fastattn.evaluation import CACHES, Evaluation, harness, perplexity, report
 from hf_fastattn.explanation import costs
 
 bench_generate, results = (cli.load_benchmark(name) for name in ("generate", "results"))
@@ -41,6 +42,7 @@ def test_explain_of_a_named_shape_and_of_a_folder(capsys, folder):
     assert cli.main(["explain", folder, "--length", "64", "--dtype", "bfloat16", "--gpu", "l4", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["facts"]["name"] == folder and said["facts"]["dtype"] == "bfloat16" and said["facts"]["num_kv_heads"] == 2
+    assert [shape["layers"] for shape in said["facts"]["shapes"]] == [2]
 
 
 @pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
@@ -176,7 +178,7 @@ def test_benchmarks_are_those_of_the_clone(capsys, monkeypatch, tmp_path):
         folder.mkdir()
         (folder / "__init__.py").write_text("")
     (other / "generate.py").write_text("raise AssertionError")
-    monkeypatch.setattr(cli.handed_over, "PACKAGE", installed)
+    monkeypatch.setattr(cli.handed_over, "ROOT", tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "hf_fastattn_benchmarks"]:
         monkeypatch.delitem(sys.modules, name)
     for project in (None, '[project]\nname = "mine"\n'):
@@ -256,6 +258,8 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "FOLDER", "--device", ""], "Unknown device ''"),
         (["explain", "8b", "--tp", "0"], "--tp must be at least 1; got 0."),
+        (["explain", "8b", "--tp", "3"], "Use a number of ranks that divides 8."),
+        (["explain", "8b", "--tp", "2", "--kv-dtype", "int8"], "--kv-dtype int8 is for a model on one GPU; got --tp 2."),
         (["explain", "8b", "--kv-dtype", "int4"], '--kv-dtype must be "int8", "fp8" or None; got \'int4\'.'),
         (["eval", "FOLDER", "--kv-dtype", "int8", "--backends", "sdpa"], "--kv-dtype is for backends whose kernels read 8 bits"),
         (
@@ -404,15 +408,25 @@ def test_the_version_is_printed(capsys):
     assert not end.value.code and capsys.readouterr().out == f"hf-fastattn {hf_fastattn.__version__}\n"
 
 
-def test_the_help_of_the_program_imports_neither_torch_nor_transformers(capfd):
-    code = "import sys, hf_fastattn_cli as it; sys.argv = ['', {!r}]\ntry: it.main()\nfinally: print('torch' in sys.modules)"
-    for option, shown in (
-        ("--help", "Usage: hf-fastattn [OPTIONS] COMMAND"),
-        ("--version", f"hf-fastattn {hf_fastattn.__version__}"),
-    ):
-        subprocess.run([sys.executable, "-c", code.format(option)], check=True, cwd=Path(__file__).parent.parent)
-        lines = capfd.readouterr().out.splitlines()
-        assert lines[0].startswith(shown) and lines[-1] == "False"
+def test_help_and_refused_options_import_neither_torch_nor_transformers():
+    calls = [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)]
+    calls += [["generate"], ["explain", "8b", "--nosuch"], ["bench"]]
+    code = f"""
+import sys, hf_fastattn_cli as it
+for call in {calls}:
+    try: it.main(call)
+    except SystemExit: pass
+    print(*{{'torch', 'transformers'}} & {{*sys.modules}}, 'end')"""
+    ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=cli.ROOT, capture_output=True, text=True)
+    ends = [line for line in ran.stdout.splitlines() if line.endswith("end")]
+    assert [line.split() for line in ends] == [["end"]] * len(calls), ran.stdout
+    assert ran.stdout.count("Usage: hf-fastattn") == 1 + len(cli.COMMANDS) and ran.stderr.count("Usage: ") == 2
+
+
+def test_names_and_numbers_in_help_are_those_of_the_package():
+    assert tuple(explanation.SHAPES) == cli.commands.SHAPES and tuple(explanation.GPUS) == cli.commands.GPUS
+    assert tuple(cli.commands.CacheName) == CACHES and harness.PACK == cli.commands.PACK
+    assert (cli.warm.ROWS, cli.warm.LONGEST) == (patches.warm.ROWS, patches.warm.LONGEST)
 
 
 def test_a_missing_package_is_named(capsys, folder, monkeypatch):

@@ -290,7 +290,8 @@ MISTAKES = [
 ]
 UNCOUNTED = {  # models whose K and V it cannot count
     **{"t5": "decoder-only", "mamba": "full and sliding attention only"},
-    **{"deepseek_v3": "multi-head latent attention", "mllama": "the K/V of cross-attention"},
+    **{"deepseek_v3": "multi-head latent attention, .* table of models", "mllama": "the K/V of cross-attention"},
+    "qwen3_next": "recurrent states. The table of models .* says whether patch",
 }
 
 

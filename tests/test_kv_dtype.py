@@ -354,8 +354,14 @@ def test_what_is_refused(llama):
     windowed = tiny("mistral", sliding_window=16)
     with pytest.raises(ValueError, match="each layer of this model has a sliding window"):
         hf_fastattn.patch(windowed, kv_dtype="int8")
+    with pytest.raises(ValueError, match=r"kv_dtype='int8' is for .* this model caches latents \(MLA\)"):
+        PreallocatedCache(transformers.DeepseekV3Config(), kv_dtype="int8")
     with pytest.raises(ValueError, match="an even head_dim up to 256; got 320 and 320"):
         PreallocatedCache(tiny("llama", head_dim=320), kv_dtype="int8")
+    repeats = tiny("jetmoe", kv_channels=16, num_local_experts=2, num_experts_per_tok=2)
+    changed = pytest.raises(ValueError, match="changes K and V after they are stored in 8 bits")
+    with hf_fastattn.patch(repeats, kv_dtype="int8"), changed:
+        repeats.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)
     cache = PreallocatedCache(llama, kv_dtype="int8")
     for index in range(2):
         cache.update(*torch.randn(2, 1, 2, 4, 32), index)

@@ -12,7 +12,8 @@ from models import prompts, tiny
 from torch._subclasses import FakeTensorMode
 
 import hf_fastattn
-from hf_fastattn import cli, kernels
+import hf_fastattn_cli as cli
+from hf_fastattn import kernels
 from hf_fastattn.attention import function
 from hf_fastattn.explanation import explain
 from hf_fastattn.hf import experts as hf_experts
@@ -38,7 +39,8 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 sys.path.insert(0, {tests!r})
 import torch
 import hf_fastattn
-from hf_fastattn import cli, kernels
+import hf_fastattn_cli as cli
+from hf_fastattn import kernels
 from models import prompts, tiny
 
 assert not kernels.HAS_TRITON

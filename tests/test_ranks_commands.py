@@ -9,10 +9,11 @@ import psutil
 import pytest
 import torch
 
+import hf_fastattn_cli as cli
 from benchmarks import context as context_bench
 from benchmarks import models, paper_ranks, ranks_rivals, sections, sections_context, sections_paper, timing
 from benchmarks import ranks as ranks_bench
-from hf_fastattn import cli, explain, hf
+from hf_fastattn import explain, hf
 from hf_fastattn.context_parallel import ORDERS
 from hf_fastattn.explanation import costs
 from hf_fastattn.model_shapes import SHAPES

@@ -34,7 +34,8 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 import hf_fastattn
-from hf_fastattn import cli, hf
+import hf_fastattn_cli as cli
+from hf_fastattn import hf
 from hf_fastattn.kernels.ahead import archive, describe, locks, server
 from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.kernels.host import gpu, launch

@@ -54,7 +54,7 @@ def attention_forward(
         rows.check(mask)
     refuse.bias(name, key_bias, backend.streaming, compiling)
     if not compiling:
-        refuse.other_than_pages(key, value)
+        refuse.other_than_stored(key, value)
         refuse.pages_without_mask(mask, key)
         refuse.weights(name)
     if backend.linear:

@@ -139,8 +139,12 @@ def pages_without_mask(mask: torch.Tensor | None, key: torch.Tensor) -> None:
         )
 
 
-def other_than_pages(key: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse K and V that are not those of the pages to which the model's cache has written, as of a model that repeats heads."""
+def other_than_stored(key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse K and V other than those that the model's cache stored in pages or in 8 bits, as of a model that repeats heads."""
+    if key.dtype == torch.uint8 and is_plain(steps.kv_of(key, value).form):
+        raise ValueError(
+            "The model changes K and V after they are stored in 8 bits, where attention reads them. Leave out kv_dtype=."
+        )
     step = steps.innermost()
     if step is None or step.kv is None or (step.ragged is None and step.shown is None):
         return

@@ -202,6 +202,8 @@ def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -
         reason = "for a model on one rank, and ranks share this one"
     elif not kinds <= {"full", "window"}:
         reason = "for layers that all have K and V, and no recurrent states; this model has others"
+    elif hf.has_latents(config):
+        reason = "for K and V that attention reads as they are cached, and this model caches latents (MLA)"
     elif "full" not in kinds:
         reason = "for layers that keep all tokens, and each layer of this model has a sliding window"
     elif wide := [s for s in hf.layer_shapes(config) if s.head_dim > 256 or s.head_dim % 2 or s.value_dim % 2]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import hf
 from ..attention import ragged
 from ..attention import step as steps
 from ..attention.ragged import Ragged, Shared
@@ -284,7 +285,7 @@ def windows_of(layers: Sequence[int | None]) -> tuple[int | None, ...]:
 def why_not(config: Any, kinds: Sequence[Kind]) -> str | None:
     """Why K and V of a model cannot be in pages. config: that of the model. kinds: of its layers."""
     text = config.get_text_config(decoder=True)
-    if getattr(text, "qk_nope_head_dim", None):
+    if hf.has_latents(config):
         return "it caches latents (MLA), which pages do not hold yet"
     if getattr(text, "cross_attention_layers", None):
         return "it has layers that attend to an image, which pages do not hold"

@@ -5,6 +5,7 @@ It is arithmetic over a configuration and needs neither weights nor a GPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -60,6 +61,7 @@ class Explanation:
         del found["facts"]["kinds"]
         for name in ("num_heads", "num_kv_heads", "head_dim", "windows"):
             found["facts"][name] = getattr(self.facts, name)
+        found["facts"]["shapes"] = [{"layers": n, **asdict(shape)} for shape, n in Counter(self.facts.shapes).items()]
         found["facts"]["dtype"] = str(self.facts.dtype).removeprefix("torch.")
         return found
 
@@ -119,7 +121,7 @@ def explain(
     if not hasattr(model, "generate"):
         raise ValueError(f"explain() is for models with generate(), and {type(model).__name__} has none.")
     facts = costs.count(model, dtype, ranks)
-    hf.refuse_states(model.config, "explain() counts", "Measure it instead: benchmarks/hybrids.py.")
+    hf.refuse_states(model.config, "explain() counts", costs.MODELS)
     streaming = Settings.asked(chosen.name, chosen.streaming, window, sinks, facts.max_length)
     if streaming is not None:
         facts = replace(facts, kinds=(hf.Kind("window", streaming.sinks + streaming.window),) * len(facts.kinds))
@@ -288,7 +290,7 @@ def _experts(model: hf.PreTrainedModel, facts: Facts, device: torch.device) -> t
     asking = next(filter(hf.asks_for_experts, model.modules()), None)
     if asking is None:
         own, why = "the model's own", f"{type(model).__name__} computes them in its own code"
-        return own, why, "its experts do not ask Transformers' ExpertsInterface"
+        return own, why, "its experts do not dispatch through Transformers' ExpertsInterface"
     own, reason = experts.had(asking), experts.why_not_kind(asking)
     if reason is None and facts.dtype not in mixture.DTYPES:
         reason = f"the weights are {facts.dtype}"

@@ -19,6 +19,7 @@ from ..report.tables import size
 
 WINDOW = 4096  # for the variant with a window
 BATCHES, LENGTHS = range(1, 1 << 30), range(1, 1 << 40)
+MODELS = "The table of models in the documentation (docs/models.md) says whether patch() runs it."
 SCALES = 4  # bytes of a token and KV head besides K and V in 8 bits
 
 
@@ -138,8 +139,8 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     ranks: the number of GPUs that share the model by tensor parallelism; the Facts are those of one of them.
     """
     config, name = model.config.get_text_config(decoder=True), model.config._name_or_path or type(model).__name__
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(f"explain() cannot count the compressed K/V of multi-head latent attention, which {name} has.")
+    if hf.has_latents(config):
+        raise ValueError(f"explain() cannot count the K/V of multi-head latent attention, which {name} has. {MODELS}")
     if getattr(config, "cross_attention_layers", None):
         raise ValueError(f"explain() cannot count the K/V of cross-attention, which {name} has.")
     if not getattr(config, "num_hidden_layers", 0):

@@ -87,4 +87,4 @@ def _limit(found: Explanation) -> str:
         return f"{what} weights and K/V at any length: every layer has a window."
     if found.longest == 0:
         return f"{what} less than the weights and one token a row."
-    return f"{what} weights and K/V up to {found.longest:,} tokens a row; activations, mostly of the prompt, come on top."
+    return f"{what} weights and K/V up to {found.longest:,} tokens a row; activations, mostly of the prompt, need more."

@@ -48,6 +48,11 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
 
 
+def has_latents(config: PreTrainedConfig) -> bool:
+    """Whether a decoder has latent attention (MLA): its own code computes K and V from what a cache holds."""
+    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
 def device_of(model: PreTrainedModel) -> torch.device:
     """The device that computes a model: of one whose weights accelerate offloads, that of its hooks."""
     if model.device.type == "meta":

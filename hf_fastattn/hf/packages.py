@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 # `transformers_modules` has the code of models that was loaded with trust_remote_code=True.
-PACKAGES = frozenset({"torch", "transformers", "transformers_modules", "triton", "hf_fastattn", "hf_fastattn_autoload"})
+PACKAGES = frozenset(
+    {"torch", "transformers", "transformers_modules", "triton", "hf_fastattn", "hf_fastattn_autoload", "hf_fastattn_cli"}
+)
 _OF_PYTHON = tuple(path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name)))
 _INSTALLED = frozenset({"site-packages", "dist-packages"})  # folders
 

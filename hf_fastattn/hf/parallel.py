@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .llama import is_embedding
-from .models import layer_shapes
+from .models import has_latents, layer_shapes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +51,7 @@ def is_shared(model: PreTrainedModel | PreTrainedConfig) -> bool:
 def local_kv_heads(model: PreTrainedModel, ranks: int | None = None) -> list[int]:
     """The number of KV heads of each layer on one of so many ranks, by default the model's own. Raises ValueError if they cannot
     be divided."""
+    other = ', or patch(kv_sharding="sequence")' if ranks is None else ""
     ranks = num_ranks(model) if ranks is None else ranks
     heads = [shape.num_kv_heads for shape in layer_shapes(model.config)]
     if ranks < 2 or not _divided(model, *_KEYS):
@@ -58,7 +59,7 @@ def local_kv_heads(model: PreTrainedModel, ranks: int | None = None) -> list[int
     if uneven := [count for count in heads if count % ranks]:
         raise ValueError(
             f"{type(model).__name__} has {uneven[0]} KV heads, which cannot be divided among {ranks} ranks. Use a number of "
-            f'ranks that divides {uneven[0]}, or patch(kv_sharding="sequence").'
+            f"ranks that divides {uneven[0]}{other}."
         )
     return [count // ranks for count in heads]
 
@@ -76,7 +77,7 @@ def heads_of_ranks(model: PreTrainedModel) -> tuple[int, bool]:
     Raises ValueError if each query head and its KV head cannot be on one rank, and for latent attention.
     """
     name, ranks = type(model).__name__, num_ranks(model)
-    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+    if has_latents(model.config):
         raise ValueError(
             f"{name} has latent attention: its own code computes K and V from all that a cache holds. Leave out kv_sharding=."
         )

@@ -224,6 +224,8 @@ def which_kv_dtype(model: hf.PreTrainedModel, backend: registry.Backend, cache: 
     if kv_dtype is None:
         return
     reason = eight_bits.why_not(kv_dtype, model)
+    if reason is None and hf.alibi(model) is not None:
+        reason = f"kv_dtype={kv_dtype!r} is for models without ALiBi, whose bias needs plain K and V. Leave out kv_dtype=."
     if reason is None and (cache != "preallocated" or not backend.reads_eight_bits):
         reads = [name for name in registry.names() if registry.get(name).reads_eight_bits]
         reason = (

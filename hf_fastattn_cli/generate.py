@@ -1,5 +1,7 @@
 """hf-fastattn generate."""
 
+from __future__ import annotations
+
 import itertools
 import os
 import statistics
@@ -7,16 +9,16 @@ import sys
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from typer import Option
 
-from .. import hf, registry
-from ..attention.backend import count_calls
-from ..evaluation import check_names, load, running
-from ..report.tables import table
 from .commands import Backend, CacheName, Device, DtypeOption, GgufFile, KvDtype, Model, Sinks, Traceback, Window
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_fastattn import hf
 
 CACHE = "preallocated: that of patch(), with a decode graph; dynamic: Transformers' cache"
 
@@ -39,6 +41,12 @@ def generate(
     kv_dtype: KvDtype = None,
     traceback: Traceback = False,
 ) -> int:
+    import torch
+
+    from hf_fastattn import count_calls, registry
+    from hf_fastattn.evaluation import check_names, load, running
+    from hf_fastattn.report.tables import table
+
     if tokens < 1:
         raise ValueError(f"--tokens must be at least 1; got {tokens}.")
     chosen = list(dict.fromkeys([backend, compare or backend]))
