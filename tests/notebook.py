@@ -1,12 +1,18 @@
-"""Runs examples/quickstart.ipynb. `python tests/notebook.py` writes its outputs into it; test_examples.py compares them."""
+"""Runs the notebooks of examples/. `python tests/notebook.py FILE` writes its outputs into it; test_examples.py compares them."""
 
 import ast
 import contextlib
 import io
 import json
+import sys
 from pathlib import Path
 
-FILE = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def cells_of(name: str) -> list[dict]:
+    """The cells of examples/<name>.ipynb."""
+    return json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
 def run(cells: list[dict]) -> list[str]:
@@ -31,9 +37,10 @@ def shown(cells: list[dict]) -> list[str]:
 
 
 if __name__ == "__main__":
-    notebook = json.loads(FILE.read_text(encoding="utf-8"))
+    file = Path(sys.argv[1])
+    notebook = json.loads(file.read_text(encoding="utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, (cell, text) in enumerate(zip(code, run(notebook["cells"]), strict=True), 1):
         output = {"name": "stdout", "output_type": "stream", "text": text.splitlines(keepends=True)}
         cell |= {"execution_count": number, "outputs": [output] if text else []}
-    FILE.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from calls import attention
 from conftest import INTERPRETED
 
-from hf_fastattn import get, merge
+from hf_fastattn import get, merge, training
 from hf_fastattn.caches import contract
 from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
 from hf_fastattn.kernels import parts
@@ -206,6 +206,9 @@ def pass_around(rank: int, ranks: int) -> dict:
             want, want_lse = attention(*whole, return_lse=True, **{"causal": True, **options})
             errors = out - want[:, :, index], lse - want_lse[:, :, index]
             found[order, name] = max(error.abs().max().item() for error in errors)
+    trained = whole[0].clone().requires_grad_() if rank == 1 else whole[0]
+    with pytest.raises(ValueError, match="requires_grad is 0 on rank 0 and 1 on rank 1"):
+        ring_attention(*(x[:, :, :8] for x in (trained, *whole[1:])))
     different = [("tokens", {}), ("order", {"order": ORDERS[rank % 2]}), ("window", {"window": rank or None})]
     different += [("scale", {"scale": 0.3 * rank or None}), ("softcap", {"softcap": 0.5 * rank or None})]
     different += [("checksum of sink_logits", {"sink_logits": torch.full((4,), float(rank))})]
@@ -237,6 +240,60 @@ def test_ring_attention_is_attention_to_the_whole_text(tmp_path, ranks):
         assert max(each.result.values()) < 1e-5, each.result
 
 
+def train_around(rank: int, ranks: int) -> dict:
+    """The largest differences of the gradients of a rank's tokens from those of one process that has all of them."""
+    found, whole = {}, [x.requires_grad_() for x in text(8 * ranks)]
+    for name, options in CASES.items():
+        options = {"causal": True, **options}
+        sinks = [options.pop("sink_logits").clone().requires_grad_()] if "sink_logits" in options else []
+        named = lambda given: {**options, "sink_logits": given[3] if sinks else None}  # noqa: B023, E731
+        out, lse = training.attention("reference", *whole, **named(whole + sinks))
+        dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+        want = torch.autograd.grad((out, lse), whole + sinks, (dout, dlse))
+        for order in ORDERS:
+            at = positions(order, rank, ranks, 8)
+            mine = [x[:, :, at].detach().requires_grad_() for x in whole] + sinks
+            outs = ring_attention(*mine[:3], order=order, return_lse=True, **named(mine))
+            grads = torch.autograd.grad(outs, mine, (dout[:, :, at], dlse[:, :, at]))
+            for grad in grads[3:]:
+                dist.all_reduce(grad)
+            wants = [x[:, :, at] for x in want[:3]] + [*want[3:]]
+            found[order, name] = max((x - y).abs().max().item() for x, y in zip(grads, wants, strict=True))
+            assert all(x.abs().max() > 0.1 for x in wants)
+    q, k, v = (x[:, :, :8].detach() for x in whole)  # gradients of K alone, of a loss that has not all results
+    (alone,) = torch.autograd.grad(ring_attention(q, k.requires_grad_(), v, causal=False).sum(), k)
+    out = training.attention("reference", *(torch.cat([x] * ranks, 2) for x in (q, k, v)), causal=False)[0]
+    found["K alone"] = (alone - torch.autograd.grad(out.sum(), k)[0] / ranks).abs().max().item()
+    return found
+
+
+@pytest.mark.slow
+@processes.HIDDEN
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_ring_attention_are_those_of_one_rank(tmp_path, ranks):
+    for each in processes.run(tmp_path, ranks, train_around, ranks):
+        assert each.result is not None, each.output
+        assert max(each.result.values()) < 1e-4, each.result
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gradients_of_ring_attention_on_one_rank(one_rank):
+    assert max(train_around(0, 1).values()) < 1e-4
+
+
+def test_second_derivatives_of_ring_attention_are_refused(one_rank):
+    q, k, v = (x.requires_grad_() for x in text(8))
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(ring_attention(q, k, v).sum(), q, create_graph=True)
+
+
 def test_ring_attention_refuses_what_it_does_not_support():
     q, k, v = text(8)
     for error, match, tensors, options in (
@@ -246,7 +303,6 @@ def test_ring_attention_refuses_what_it_does_not_support():
         (ValueError, "q, k and v must be 4-D", (q[0], k[0], v[0]), {}),
         (ValueError, "agree in batch and head_dim", (q, k[:1], v[:1]), {}),
         (ValueError, "one logit per query head", (q, k, v), {"sink_logits": torch.zeros(3)}),
-        (RuntimeError, "has no gradients", (q.clone().requires_grad_(), k, v), {}),
     ):
         with pytest.raises(error, match=match):
             ring_attention(*tensors, **options)

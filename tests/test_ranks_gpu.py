@@ -258,20 +258,27 @@ def test_sums_and_columns_of_any_size_are_right_on_all_gpus(tmp_path, dtype, cou
         assert found == ["0 sums", "0 columns"]
 
 
+def with_gradients(attention, given, dout) -> list[torch.Tensor]:
+    given = [x.detach().requires_grad_() for x in given]
+    out = attention(*given)
+    return [out.detach(), *torch.autograd.grad(out, given, dout.to(out.dtype))]
+
+
 def attend_in_rings(rank: int) -> dict:
+    sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
     device, found, world = own_device(), {}, dist.get_world_size()
     for dtype, tokens in ((torch.bfloat16, 4096), (torch.float32, 512)):
         torch.manual_seed(0)
-        q, k, v = (torch.randn(2, heads, tokens, 64, dtype=dtype).to(device) for heads in (8, 2, 2))
-        want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, v)), is_causal=True, enable_gqa=True)
-        plain = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        *text, dout = (torch.randn(2, heads, tokens, 64, dtype=dtype).to(device) for heads in (8, 2, 2, 8))
+        want, plain = with_gradients(sdpa, [x.double() for x in text], dout), with_gradients(sdpa, text, dout)
         for order in ORDERS:
             at = positions(order, rank, world, tokens // world).to(device)
-            out = ring_attention(q[:, :, at], k[:, :, at], v[:, :, at], order=order)
-            found[order, str(dtype)] = (
-                (out - want[:, :, at]).abs().max().item(),
-                (plain[:, :, at] - want[:, :, at]).abs().max().item() + 4 * torch.finfo(dtype).eps,
-            )
+            mine = with_gradients(functools.partial(ring_attention, order=order), [x[:, :, at] for x in text], dout[:, :, at])
+            for name, one, right, peer in zip(("out", "dq", "dk", "dv"), mine, want, plain, strict=True):
+                found[order, str(dtype), name] = (
+                    (one - right[:, :, at]).abs().max().item(),
+                    (peer - right).abs().max().item() + 4 * torch.finfo(dtype).eps * max(1.0, right.abs().max().item()),
+                )
     return found
 
 

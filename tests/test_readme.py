@@ -18,7 +18,6 @@ from benchmarks import grid, provenance
 from benchmarks import report as bench_report
 from hf_fastattn import backends, cli, hf, kernels
 from hf_fastattn.attention import function
-from hf_fastattn.context_parallel import ring_attention
 from hf_fastattn.kernels import checks, reference, spans
 from hf_fastattn.kernels.host import gpu, launch
 from hf_fastattn.kernels.spec import KV, Spec
@@ -169,7 +168,6 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "all have a window": lambda: hf_fastattn.patch(tiny("mistral", sliding_window=16), kv_dtype="int8"),
     'kv_sharding="sequence"': lambda: hf_fastattn.patch(tiny("llama"), kv_sharding="sequence"),
     "peer_memory": lambda: hf_fastattn.patch(tiny("llama"), peer_memory=True),
-    "ring_attention": lambda: ring_attention(*[torch.zeros(SHAPE, requires_grad=True)] * 3),
     "mps": lambda: kernels.TritonKernel("prefill").where("mps"),
     "T4": lambda: _on_a_t4(),
     "before": lambda: hf.check_version("5.16.0"),

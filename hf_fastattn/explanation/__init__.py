@@ -51,6 +51,7 @@ class Explanation:
     activation_bytes: int  # of the whole prompt, about
     chunk: int | None  # tokens of a row that patch(prefill_chunk="auto") reads at once; None: all of them
     roofline: Roofline
+    ring_chunk: int | None  # least tokens of each rank that hide the sending of ring_attention(); None: unknown
     longest: int | None  # most tokens per row that fit into memory; None: no limit
     memory: list[dict[str, Any]]  # length, kv_bytes, bytes, fits
     variants: list[dict[str, Any]]  # name, kv_bytes, floor_ms, longest
@@ -171,6 +172,7 @@ def explain(
         activation_bytes=batch * length * each,
         chunk=None if ranks > 1 or batch * length <= chunks.SHORT else chunks.largest(batch, length, each, room),
         roofline=costs.roofline(facts, figures, length),
+        ring_chunk=costs.ring_chunk(facts, figures),
         longest=costs.longest(facts, figures, batch),
         memory=memory,
         variants=variants,

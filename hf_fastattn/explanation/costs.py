@@ -6,6 +6,7 @@ Bytes are those of weights and live K/V, each read once; activations are ignored
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable
@@ -26,27 +27,29 @@ SCALES = 4  # bytes of a token and KV head besides K and V in 8 bits
 @dataclass(frozen=True)
 class GPU:
     """memory in bytes, bandwidth in bytes per second, rate in dense operations per second (None: unknown), compute capability as
-    one number; source: of the two rates."""
+    one number; link: bytes per second to another GPU in one direction, half of the published sum (NVLink, else PCIe; None:
+    unknown); source: of the rates."""
 
     name: str
     memory: float
     bandwidth: float
     rate: float | None
     arch: int
+    link: float | None
     source: str = "published by NVIDIA for dense 16-bit products"
 
 
 GpuName = Literal["a100", "a100-40gb", "b200", "h100", "h200", "l4", "l40s", "rtx4090", "t4"]
 GPUS: dict[GpuName, GPU] = {
-    "a100": GPU("A100 SXM 80 GB", 80e9, 2.039e12, 312e12, 80),
-    "a100-40gb": GPU("A100 SXM 40 GB", 40e9, 1.555e12, 312e12, 80),
-    "b200": GPU("B200 SXM", 180e9, 8e12, 2250e12, 100),
-    "h100": GPU("H100 SXM", 80e9, 3.35e12, 989e12, 90),
-    "h200": GPU("H200 SXM", 141e9, 4.8e12, 989e12, 90),
-    "l4": GPU("L4", 24e9, 0.3e12, 121e12, 89),
-    "l40s": GPU("L40S", 48e9, 0.864e12, 362e12, 89),
-    "rtx4090": GPU("GeForce RTX 4090", 24e9, 1.008e12, 165e12, 89),
-    "t4": GPU("T4", 16e9, 0.32e12, 65e12, 75),
+    "a100": GPU("A100 SXM 80 GB", 80e9, 2.039e12, 312e12, 80, 300e9),
+    "a100-40gb": GPU("A100 SXM 40 GB", 40e9, 1.555e12, 312e12, 80, 300e9),
+    "b200": GPU("B200 SXM", 180e9, 8e12, 2250e12, 100, 900e9),
+    "h100": GPU("H100 SXM", 80e9, 3.35e12, 989e12, 90, 450e9),
+    "h200": GPU("H200 SXM", 141e9, 4.8e12, 989e12, 90, 450e9),
+    "l4": GPU("L4", 24e9, 0.3e12, 121e12, 89, 32e9),
+    "l40s": GPU("L40S", 48e9, 0.864e12, 362e12, 89, 32e9),
+    "rtx4090": GPU("GeForce RTX 4090", 24e9, 1.008e12, 165e12, 89, 32e9),
+    "t4": GPU("T4", 16e9, 0.32e12, 65e12, 75, 16e9),
 }
 
 
@@ -245,7 +248,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> GPU:
         read, multiplied = _seconds(data.sum), _seconds(lambda: square @ square)
     source = f"measured on this machine: a sum over {size(data.nbytes)}, a product of {edge} x {edge} in {str(dtype)[6:]}"
     arch = 10 * properties.major + properties.minor
-    return GPU(properties.name, properties.total_memory, data.nbytes / read, 2 * edge**3 / multiplied, arch, source)
+    return GPU(properties.name, properties.total_memory, data.nbytes / read, 2 * edge**3 / multiplied, arch, None, source)
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -311,6 +314,21 @@ def roofline(facts: Facts, gpu: GPU, length: int) -> Roofline:
         least(0, lambda batch: 0, attention, kv),
         least(facts.weight_flops, facts.read_bytes, attention, kv),
     )
+
+
+def ring_chunk(facts: Facts, gpu: GPU) -> int | None:
+    """The least number of tokens of each rank for which a turn of `context_parallel.ring_attention` computes, with a causal mask
+    and equal work, for as long as K and V are sent; for the layers without a window. None: a rate is unknown, or all have one.
+
+    After Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), section 3, where it is
+    rate / link for 16 bits, without a mask and with as many KV heads as heads.
+    """
+    kv_bytes = [
+        facts.dtype.itemsize * shape.num_kv_heads / shape.num_heads
+        for shape, kind in zip(facts.shapes, facts.kinds, strict=True)
+        if kind.has_kv and kind.window is None
+    ]
+    return math.ceil(max(kv_bytes) * gpu.rate / gpu.link) if kv_bytes and gpu.rate and gpu.link else None
 
 
 def longest(facts: Facts, gpu: GPU, batch: int) -> int | None:

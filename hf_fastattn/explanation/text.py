@@ -58,6 +58,9 @@ def _roofline(found: Explanation) -> Iterator[str]:
         ["first token", size(prompt.floor_ms / 1e3, "s"), f"at least, set by {prompt.bound_by}"],
         ["activations", size(found.activation_bytes), f"about; {_read(found.chunk)}"],
     ]
+    if found.ring_chunk is not None and found.gpu.link is not None:
+        why = f"hide the sending of K and V, {size(found.gpu.link, 'B/s')} to the next GPU"
+        rows.append(["ring_attention()", f"{found.ring_chunk:,} tokens", f"of each rank, at least, {why}"])
     yield table([f"a prompt of {found.length:,} tokens a row", "", ""], rows)
     if roofline.gpu_flops_per_byte is None:
         return
