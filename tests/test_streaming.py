@@ -662,10 +662,6 @@ def test_models_that_cannot_stream():
         patched(own)
     with pytest.raises(ValueError, match=r"10 tokens, and 10 sinks.* Use another backend"):
         patched(own, sinks=10)
-    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    neither = models.tiny("mistral", sliding_window=10, rope_parameters=rope)
-    with pytest.raises(ValueError, match=r"10 tokens.*A smaller window does not run either: .*rope_type 'dynamic'"):
-        patched(neither)
     own.set_attn_implementation("streaming")
     own.config.streaming_window = 5
     with pytest.raises(ValueError, match=r"sliding window of their own \(10 tokens\).*patch"):

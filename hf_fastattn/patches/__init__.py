@@ -122,7 +122,7 @@ def patch(
             check_model(model, chosen)
             shares = which_shares(model, kind, kv_sharding)
             streaming = which_settings(model, chosen, window, sinks, clamp_positions)
-            kinds = which_kinds(model, chosen, kind, streaming)
+            kinds = which_kinds(model, kind)
             which_kv_dtype(model, chosen, kind, kv_dtype)
             if peer_memory:
                 check_peer_memory(model, graph and fuse)

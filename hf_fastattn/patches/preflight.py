@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 
 from .. import hf, registry
-from ..caches import RollingCache, eight_bits
+from ..caches import eight_bits
 from ..caches.linear import check_kinds
 from ..context_parallel import Shares
 from ..report.warn import warn
 from ..streaming import Settings
-from .patched import Patch
 
+ALONE = 'model.set_attn_implementation("lean") changes its attention alone, if its code lets it.'
 OLD_NAME = 'patch() has kv_sharding= in place of kv=; its values are "heads" and "sequence".'
 
 
@@ -41,23 +40,13 @@ def find_model(target: hf.PreTrainedModel | hf.Pipeline | Adapted) -> hf.PreTrai
             )
         model = model.get_base_model()
     if isinstance(model, hf.PreTrainedModel) and not model.can_generate():
-        raise TypeError(f"{type(model).__name__} has no generate(), which patch() is for. {_attention_alone(model)}")
+        raise TypeError(f"{type(model).__name__} has no generate(), which patch() is for. {ALONE}")
     if not isinstance(model, hf.PreTrainedModel):
         raise TypeError(
             "patch() takes a Transformers model with generate(), a text-generation pipeline or a PEFT model; "
             f"got {type(target).__name__}."
         )
     return model
-
-
-def _attention_alone(model: hf.PreTrainedModel) -> str:
-    """A sentence with the way to run a backend without patch(), unless the model cannot read a few tokens with it."""
-    reads_text = model.main_input_name == "input_ids"
-    if hf.why_not_model(type(model.config)) or not model._can_set_attn_implementation():
-        return "Leave it unpatched."
-    if reads_text and _tried(model, registry.get("lean"), False, None, cached=False):
-        return "Leave it unpatched."
-    return 'model.set_attn_implementation("lean"), or attn_implementation="lean" when it is loaded, changes its attention alone.'
 
 
 def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> str | None:
@@ -161,11 +150,11 @@ def which_settings(
     limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     settings = Settings.asked(backend.name, backend.streaming, window, sinks, limit, clamped)
     if settings is not None:
-        _check_width(model, backend, settings)
+        _check_width(model, settings)
     return settings
 
 
-def _check_width(model: hf.PreTrainedModel, backend: registry.Backend, asked: Settings) -> None:
+def _check_width(model: hf.PreTrainedModel, asked: Settings) -> None:
     """Raise ValueError if a sliding window of the model is smaller than the sinks and the window together."""
     own = min((kind.window for kind in hf.layer_kinds(model.config) if kind.window is not None), default=None)
     if own is None or asked.sinks + asked.window <= own:
@@ -176,10 +165,7 @@ def _check_width(model: hf.PreTrainedModel, backend: registry.Backend, asked: Se
     )
     if own <= asked.sinks:
         raise ValueError(f"{says} Use another backend.")
-    narrower = replace(asked, window=own - asked.sinks)
-    if error := _tried(model, backend, True, narrower):
-        raise ValueError(f"{says} A smaller window does not run either: {error}")
-    raise ValueError(f"{says} Ask for a window of at most {narrower.window}.")
+    raise ValueError(f"{says} A window of at most {own - asked.sinks} fits.")
 
 
 def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str) -> Shares | None:
@@ -204,19 +190,24 @@ def which_shares(model: hf.PreTrainedModel, cache: str | None, kv_sharding: str)
     return Shares(mesh.get_group(), heads, *hf.heads_of_ranks(model))
 
 
-def which_kinds(
-    model: hf.PreTrainedModel, backend: registry.Backend, cache: str | None, streaming: Settings | None
-) -> tuple[hf.Kind, ...] | None:
+def which_kinds(model: hf.PreTrainedModel, cache: str | None) -> tuple[hf.Kind, ...] | None:
     """The kinds of the model's layers for a cache of the package; None for Transformers' cache."""
     if cache is None:
         return None
+    remedy = "patch(cache=None, graph=False) leaves Transformers' own cache in place."
+    if name := hf.overrides_generation(model):
+        raise ValueError(f"{type(model).__name__} has its own {name}(), which the cache would replace. {remedy}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder, and the caches of patch() are for decoder-only models. {ALONE}"
+        )
     try:
-        kinds = _kinds(model)
-        if cache == "rolling":
-            hf.refuse_states(model.config, "A rolling cache needs", 'hf_fastattn.patch(model, "lean") runs it.')
-        return kinds
+        kinds = hf.layer_kinds(model.config)
     except ValueError as error:
-        raise ValueError(f"{error}{_remedy(model, backend, streaming)}") from None
+        raise ValueError(f"{error} {remedy}") from None
+    if cache == "rolling":
+        hf.refuse_states(model.config, "A rolling cache needs", 'hf_fastattn.patch(model, "lean") runs it.')
+    return kinds
 
 
 def which_kv_dtype(model: hf.PreTrainedModel, backend: registry.Backend, cache: str | None, kv_dtype: str | None) -> None:
@@ -234,40 +225,3 @@ def which_kv_dtype(model: hf.PreTrainedModel, backend: registry.Backend, cache: 
         )
     if reason is not None:
         raise ValueError(reason)
-
-
-def _kinds(model: hf.PreTrainedModel) -> tuple[hf.Kind, ...]:
-    if name := hf.overrides_generation(model):
-        raise ValueError(f"{type(model).__name__} has its own {name}(), which the cache would replace.")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder, and the caches of patch() are for decoder-only models.")
-    return hf.layer_kinds(model.config)
-
-
-def _remedy(model: hf.PreTrainedModel, backend: registry.Backend, streaming: Settings | None) -> str:
-    """A sentence with another way to run a model that no cache of the package supports; "" if none is known."""
-    if model.config.is_encoder_decoder:
-        return f" {_attention_alone(model)}"
-    if _tried(model, backend, False, streaming):
-        return ""
-    return f" hf_fastattn.patch(model, {backend.name!r}, cache=None, graph=False) leaves Transformers' own cache in place."
-
-
-def _tried(
-    model: hf.PreTrainedModel, backend: registry.Backend, rolling: bool, streaming: Settings | None, cached: bool = True
-) -> Exception | None:
-    """Try the recommended way to patch: read a few tokens, and one more if the model is `cached`. Returns the error, or None."""
-    try:
-        kinds = _kinds(model) if rolling else None
-        with warnings.catch_warnings(), torch.no_grad(), Patch(model, backend.name, kinds, False, False, streaming):
-            warnings.simplefilter("ignore")
-            ids = torch.ones(1, 4, dtype=torch.int64, device=hf.device_of(model))  # also the mask, as in generate()
-            if not cached:
-                model(input_ids=ids, attention_mask=ids)
-                return None
-            cache = RollingCache(model) if rolling else None
-            output = model(input_ids=ids[:, :3], attention_mask=ids[:, :3], **{hf.CACHE: cache})
-            model(input_ids=ids[:, :1], attention_mask=ids, **{hf.CACHE: output[hf.CACHE]})
-    except Exception as error:  # after any error, this is not recommended
-        return error
-    return None
