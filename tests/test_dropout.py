@@ -1,4 +1,4 @@
-"""Dropout in attention: drawn anew and recomputed where a backend has it, else the model's own attention."""
+"""Dropout in attention: drawn anew and recomputed where a backend has it, else the dense path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import models
 import pytest
 import torch
 from conftest import INTERPRETED
-from test_training import gradients, stock, trainable
+from test_training import dense, gradients, trainable
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForMaskedLM
 
@@ -25,15 +25,15 @@ EXACT = [name for name in hf_fastattn.names() if registry.get(name).exact]
 LONG = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels run with fewer and shorter inputs, in the other tests")
 
 
-def test_a_backend_without_dropout_runs_the_models_own_attention(device, registering):
+def test_a_backend_without_dropout_runs_the_dense_path(device, registering):
     registry.register(dataclasses.replace(registry.get("lean"), name="no_dropout", dropout=False))
     model = trainable("llama", device, attention_dropout=0.3)
     expected = gradients(model, "sdpa", "left_padding")
-    stock(model, "no_dropout", expected, "'no_dropout' has no dropout: where it is needed")
+    dense(model, "no_dropout", expected, "'no_dropout' has no dropout: where it is needed")
     ids = models.prompts("no_padding", device)["input_ids"]
     with torch.no_grad(), hf_fastattn.count_calls() as calls:
         assert not torch.equal(model(ids).logits, model(ids).logits)
-    assert calls == {"no_dropout.stock": 4}
+    assert calls == {"no_dropout.dense": 4}
     q = torch.randn(1, 4, 5, 16, device=device)
     with pytest.raises(ValueError, match=r"'no_dropout' has no dropout.*lean.*reference"):
         training.attention("no_dropout", q, q, q, dropout=0.1)

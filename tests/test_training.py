@@ -268,26 +268,26 @@ def test_a_patched_model_trains_between_generations(use_cache, device):
 # ---- calls without gradients of a backend ----
 
 
-def stock(model, name: str, expected: dict, match: str, **own) -> None:
+def dense(model, name: str, expected: dict, match: str, **own) -> None:
     refuse.warn_once.cache_clear()
     with hf_fastattn.count_calls() as calls, pytest.warns(UserWarning, match=match) as said:
         agree(gradients(model, name, "left_padding", **own), expected)
-    assert calls == {f"{name}.stock": 2}
-    assert len([w for w in said if "own sdpa attention runs" in str(w.message)]) == 1
+    assert calls == {f"{name}.dense": 2}
+    assert len([w for w in said if "torch's masked attention runs" in str(w.message)]) == 1
 
 
-def test_a_backend_without_a_backward_pass_runs_the_models_own_attention(device, registering):
+def test_a_backend_without_a_backward_pass_runs_the_dense_path(device, registering):
     model = trainable("llama", device)
     expected = gradients(model, "sdpa", "left_padding")
     registry.register(dataclasses.replace(registry.get("lean"), name="no_backward", backward=None))
-    stock(model, "no_backward", expected, "has no backward pass: where it is needed")
+    dense(model, "no_backward", expected, "has no backward pass: where it is needed")
     model = trainable("llama", device, head_dim=264)
-    stock(model, "lean", gradients(model, "sdpa", "left_padding"), "no backward pass for heads wider than 256 .here 264")
+    dense(model, "lean", gradients(model, "sdpa", "left_padding"), "no backward pass for heads wider than 256 .here 264")
     with pytest.raises(TypeError, match="None for one that streams"):
         dataclasses.replace(registry.get("lean"), streaming=True)
 
 
-def test_a_custom_mask_runs_the_models_own_attention(device):
+def test_a_custom_mask_runs_the_dense_path(device):
     q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
     layer = torch.nn.Module()
     layer.num_key_value_groups = 1
@@ -296,6 +296,14 @@ def test_a_custom_mask_runs_the_models_own_attention(device):
     with pytest.warns(UserWarning, match=r"no backward pass for this mask .*blocks of an image"):
         out, _ = function.attention_forward("lean", layer, q, q, q, mask | torch.eye(5, dtype=torch.bool, device=device))
     assert out.requires_grad
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_the_dense_path_has_the_gradients_of_softcaps_and_sinks(family, device, registering):
+    registry.register(dataclasses.replace(registry.get("lean"), name="no_backward", backward=None))
+    model = trainable(family, device)
+    found, expected = (gradients(model, name, "left_padding") for name in ("no_backward", "eager"))
+    agree(found, expected)
 
 
 def test_the_dispatcher_runs_the_ops_only_where_they_are_seen(device):

@@ -35,8 +35,8 @@ class Backend:
     streaming: it sees only the first and the last tokens, whose numbers are in the model's config (`streaming.Settings`), and can
     read a RollingCache. packed: its prefill kernel reads spans with an interval for each query (`kernels.spans`), which separate
     packed sequences; otherwise these use the dense path. backward: a callable with the signature of
-    `kernels.reference.backward`, the gradients of prefill; None for the model's own attention in training. dropout: whether
-    prefill and backward support `Spec.dropout`; otherwise the model's own attention runs. invariant: the bits of a row must not
+    `kernels.reference.backward`, the gradients of prefill; None for the dense path in training. dropout: whether
+    prefill and backward support `Spec.dropout`; otherwise the dense path runs. invariant: the bits of a row must not
     depend on its batch, so the prompts of a batch are not read as one row. linear: it is linear attention (`attention.linear`),
     whose layers have weights of their own, and `prefill` only refuses calls without them.
     """
@@ -163,8 +163,8 @@ calls: Counter[str] = Counter()  # by "<backend>.<phase>"
 def count_calls() -> Iterator[Counter[str]]:
     """Count the kernel calls of this process inside the block, by "<backend>.<phase>"; the counter is filled at its end.
 
-    "<backend>.backward" counts backward passes, "<backend>.dense" calls with a mask that only the dense path supports,
-    "<backend>.stock" calls that ran the model's own attention because the backend does not support their gradients or dropout.
+    "<backend>.backward" counts backward passes, "<backend>.dense" calls of the dense path, for a mask, gradients or dropout that
+    the backend does not support.
     The capture of a CUDA graph is counted once. Its replays are not counted: they launch kernels without running this code.
     """
     before = Counter(calls)

@@ -35,7 +35,7 @@ def attention_forward(
     head_dim), None).
 
     `attention_mask` is the result of the mask function, or a user's 4-D mask. Under autocast q, k and v are cast as in torch's
-    sdpa. With gradients the ops of `training` run, or the model's own attention if the backend does not support their gradients
+    sdpa. With gradients the ops of `training` run, or the dense path if the backend does not support their gradients
     or dropout. key_bias: (batch, num_heads, kv_len), added to the scores, without gradients (`kernels.biased`). Raises
     ValueError, TypeError or RuntimeError, with the reason, for arguments that would be ignored.
     """
@@ -102,7 +102,7 @@ def attention_forward(
         refuse.other_forms(name, steps.kv_of(key, value), key_bias is not None)
         lacks = training.why_not(backend, query, value, in_spans, dropped)
         if lacks is not None:
-            return runners.stock(backend, lacks, module, query, key, value, mask, spec, s_aux, dropout, kwargs)
+            return runners.trained(backend, lacks, query, key, value, mask, spec, s_aux)
     if isinstance(mask, masks.PlainMask):
         mask = None
     elif isinstance(mask, masks.Mask) and not compiling:

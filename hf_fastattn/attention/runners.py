@@ -1,4 +1,4 @@
-"""What the attention function runs without gradients: the backend's kernel, the dense path, or the model's own attention."""
+"""What the attention function runs: the backend's kernel, or the dense path, also with gradients that the backend lacks."""
 
 from __future__ import annotations
 
@@ -74,47 +74,35 @@ def _(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: obj
     return q.new_empty(batch, q_len, num_heads, v.shape[3]).transpose(1, 2)
 
 
-def stock(
+def trained(
     backend: Backend,
     lacks: str,
-    module: torch.nn.Module,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
     spec: Spec,
     sink_logits: torch.Tensor | None,
-    dropout: float,
-    kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """Attention with gradients or dropout that the backend does not support: torch's sdpa, or the model's eager attention for a
-    softcap or sink logits, which sdpa does not support. lacks: a predicate for the backend's name."""
-    name, eager = backend.name, spec.softcap is not None or sink_logits is not None
-    attend = hf.stock_attention(module, eager)
-    if backend.streaming or attend is None:
+    """Attention with gradients or dropout that the backend does not support, by the dense path. lacks: a predicate for the
+    backend's name."""
+    if backend.streaming:
         raise RuntimeError(
-            f"attn_implementation={name!r} {lacks}, and q, k or v requires grad, or the model is in training mode. "
+            f"attn_implementation={backend.name!r} {lacks}, and q, k or v requires grad, or the model is in training mode. "
             'Run under torch.no_grad() and call model.eval(), or train with attn_implementation="eager".'
         )
     if not torch.compiler.is_compiling():
-        calls[f"{name}.stock"] += 1
+        calls[f"{backend.name}.dense"] += 1
         hf.warn_once(
-            f"attn_implementation={name!r} {lacks}: where it is needed, as in training, "
-            f"{'the model' if eager else 'torch'}'s own {'eager' if eager else 'sdpa'} attention runs. For inference, use "
-            "torch.no_grad() and model.eval()."
+            f"attn_implementation={backend.name!r} {lacks}: where it is needed, as in training, torch's masked attention runs. "
+            "For inference, use torch.no_grad() and model.eval()."
         )
-    q_len, kv_len = q.shape[2], k.shape[2]
-    if isinstance(mask, masks.PlainMask):
-        mask = None
+    if mask is None:
+        mask = reference.visible(q.shape[2], k.shape[2], q.device, None, spec.causal, None)[:, None]
     elif isinstance(mask, masks.Mask):
         mask = masks.dense(mask)
-    if mask is None and spec.causal and (eager or q_len != kv_len):
-        mask = reference.visible(q_len, kv_len, q.device, None, True, None)[:, None]
-    if eager and mask is not None:
-        mask = additive(mask, q.dtype)
-    own: dict[str, Any] = {"softcap": spec.softcap, "s_aux": sink_logits} if eager else {"is_causal": spec.causal}
-    further = {key: value for key, value in {**kwargs, **own}.items() if value is not None}
-    return attend(module, q, k, v, mask, dropout=dropout, scaling=spec.scale, **further)[0], None
+    options = {"scale": spec.scale, "softcap": spec.softcap, "sink_logits": sink_logits, "dropout": spec.dropout}
+    return reference.dense_attention(q, k, v, mask, **options).transpose(1, 2), None  # type: ignore[arg-type]
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastattn_autoload
 
@@ -37,15 +35,6 @@ def register(name: str, attention: Function, mask: Function) -> None:
 def registered(name: str) -> tuple[Function | None, Function | None]:
     """The attention and the mask function that are registered under this name; None for each that is not."""
     return AttentionInterface().get(name), AttentionMaskInterface().get(name)
-
-
-def stock_attention(module: torch.nn.Module, eager: bool) -> Function | None:
-    """The attention function of Transformers: sdpa, or the eager function in the module's file (None if there is none)."""
-    if not eager:
-        sdpa: Function = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa
-    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
-    return next((file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward")), None)
 
 
 # Tensors that models pass to attention among the keyword arguments of forward(), and that scores do not depend on.

@@ -334,6 +334,7 @@ def dense_attention(
     scale: float | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """Attention with any mask: bool (True: attended) or additive, broadcastable to (batch, num_heads, q_len, kv_len).
 
@@ -344,12 +345,13 @@ def dense_attention(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if softcap is None and sink_logits is None:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
     scores = (q.float() @ k.float().transpose(2, 3)) * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     if sink_logits is not None:
         scores = torch.cat([scores, sink_logits.float()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
-    weights = torch.softmax(scores, -1).masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)[..., : k.shape[2]]
-    return (weights @ v.float()).to(q.dtype)
+    nothing = (scores == float("-inf")).all(-1, keepdim=True)  # the softmax of such a row is NaN, also its gradient
+    weights = torch.softmax(scores.masked_fill(nothing, 0.0), -1).masked_fill(nothing, 0.0)[..., : k.shape[2]]
+    return (torch.dropout(weights, dropout, dropout > 0.0) @ v.float()).to(q.dtype)
