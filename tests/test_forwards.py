@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import sys
 import threading
 import warnings
+from unittest.mock import Mock
 
 import fake_graph
+import models
 import pytest
 import torch
+from calls import At
 from cases import pairs, slow_unless
 from models import FAMILIES, PADDINGS, VOCAB, family, prompts, tiny
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,6 +35,7 @@ from hf_fastattn.patches.graphs.snapshot import Last
 
 pytestmark = pytest.mark.usefixtures("captured")
 NEW = 16
+generate = functools.partial(models.generate, max_new_tokens=NEW)
 
 
 @pytest.fixture
@@ -48,11 +53,6 @@ def assistant():
     assistant = tiny("llama", num_hidden_layers=1)
     assistant.generation_config.assistant_confidence_threshold = 0.0
     return assistant
-
-
-def generate(model, inputs, **options):
-    torch.manual_seed(0)
-    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
 
 
 def same_as_unpatched(model, inputs, calls=2, **options):
@@ -266,16 +266,14 @@ def test_an_assisted_generation_continues_a_cache_without_position_ids(padding):
         assert torch.equal(found, expected)
 
 
-def test_drafts_from_hidden_states_do_not_continue_a_cache(llama, inputs):
-    with hf_fastattn.patch(llama):
+def test_a_model_that_is_its_own_assistant_and_drafts_from_hidden_states(llama, inputs):
+    """Which do not continue a cache."""
+    expected = generate(llama, inputs)
+    with hf_fastattn.patch(llama) as patch:
         out = generate(llama, inputs, return_dict_in_generate=True)
         with pytest.raises(ValueError, match=rf"holds 111 tokens without them\. Leave out {hf.CACHE}"):
             generate(llama, {"input_ids": out.sequences}, past_key_values=out.past_key_values, use_mtp=True)
-
-
-def test_a_model_that_is_its_own_assistant(llama, inputs):
-    expected = generate(llama, inputs)
-    with hf_fastattn.patch(llama) as patch:
+        del out
         for _ in range(2):
             assert torch.equal(generate(llama, inputs, assistant_model=llama), expected)
         assert patch.captures >= 2 and not patch.uncaptured
@@ -401,11 +399,7 @@ def test_the_model_is_called_as_ever_outside_of_generate(llama):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_ends_the_call(llama, error, inputs):
-    def fail(ids, scores):
-        if ids.shape[1] > 104:
-            raise error
-        return scores
-
+    fail = At(4, Mock(side_effect=error))
     with hf_fastattn.patch(llama) as patch, torch.no_grad():
         expected = generate(llama, inputs, **MODES["long_lookup"])
         with pytest.raises(error):
@@ -492,14 +486,11 @@ def looped(steps, found, **options):
     return loop
 
 
-def test_outputs_that_are_tuples(llama):
-    inputs = prompts("no_padding", "cpu", rows=1, length=24)
-    with pytest.warns(match="its output is a tuple"):
-        assert not same_as_unpatched(llama, inputs, 1, custom_generate=looped(4, lambda out: out[0], return_dict=False)).captures
-
-
-def test_other_tensors_of_the_output_of_a_step(inputs):
+def test_outputs_that_are_tuples_and_other_tensors_of_the_output_of_a_step(llama, inputs):
     """The output of Moshi has its last hidden states, which its second decoder reads."""
+    short = prompts("no_padding", "cpu", rows=1, length=24)
+    with pytest.warns(match="its output is a tuple"):
+        assert not same_as_unpatched(llama, short, 1, custom_generate=looped(4, lambda out: out[0], return_dict=False)).captures
     model = tiny("moshi", audio_vocab_size=64, ffn_dim=64, num_codebooks=2, depth_decoder_config=None, sliding_window=4096)
     patch = same_as_unpatched(model, inputs, 1, custom_generate=looped(6, lambda out: out.last_hidden_state[:, -1:]))
     assert (patch.captures, patch.replays, patch.reasons) == (1, 4, [])
@@ -562,12 +553,6 @@ def test_what_the_end_of_a_prompt_changes_is_seen_by_the_steps_that_follow(llama
         for text, want in zip(calls, expected, strict=True):
             assert torch.equal(generate(llama, {"input_ids": text}, **options), want)
         assert patch.captures
-
-
-def test_generate_of_the_class_is_said(llama, inputs):
-    with hf_fastattn.patch(llama) as patch, pytest.warns(match="generate\\(\\) of the class was called"):
-        LlamaForCausalLM.generate(llama, **inputs, max_new_tokens=3, do_sample=False)
-        assert not patch.captures
 
 
 def test_graphs_of_many_lengths_are_bounded(llama, inputs):
@@ -754,13 +739,16 @@ def test_prompts_whose_tokens_see_later_ones_are_not_read_by_a_graph(kind, own):
     assert torch.equal(found, generate(model, text, **options))
 
 
-def test_no_rows_end_with_the_error_of_the_model(llama):
+def test_no_rows_end_with_the_error_of_the_model_and_generate_of_the_class_is_said(llama, inputs):
     ids = torch.zeros(0, 5, dtype=torch.long)
     with pytest.raises(RuntimeError) as expected:
         llama.generate(ids, max_new_tokens=3)
-    hf_fastattn.patch(llama, "lean")
-    with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
-        llama.generate(ids, max_new_tokens=3)
+    with hf_fastattn.patch(llama, "lean") as patch:
+        with pytest.raises(RuntimeError, match=re.escape(str(expected.value))):
+            llama.generate(ids, max_new_tokens=3)
+        with pytest.warns(match="generate\\(\\) of the class was called"):
+            LlamaForCausalLM.generate(llama, **inputs, max_new_tokens=3, do_sample=False)
+        assert not patch.captures
 
 
 @pytest.mark.filterwarnings("ignore")

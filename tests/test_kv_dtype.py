@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 
 import fake_graph
 import oracle
 import pytest
+import test_forms
 import test_kernels
 import tolerance
 import torch
 import transformers
-from cases import Case, make
-from models import generate, prompts, tiny
+from cases import Case, make, slow_unless
+from models import PADDINGS, generate, prompts, tiny
 from transformers import DynamicCache
 
 import hf_fastattn
@@ -48,10 +50,7 @@ def stored(k, v, kv_dtype, centre=None, before=4, after=5) -> KV:
 
 
 def run(kernel, kv, x):
-    tensors = {name: x.options[name] for name in ("sink_logits", "inv_freq") if name in x.options}
-    spec = Spec(**{name: value for name, value in x.options.items() if name in Spec._fields})
-    launch = TritonKernel(kernel.name) if kernel.launches else reference.attention
-    return launch(x.q, kv, spec, x.spans, return_lse=True, **tensors)
+    return test_forms.run(TritonKernel(kernel.name) if kernel.launches else reference.attention, kv, x, x.spans)
 
 
 @both
@@ -191,11 +190,8 @@ class Simulated(DynamicCache):
         self.centres = {index: centre[beam_idx] for index, centre in self.centres.items()}
 
 
-CALLS = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "samples": {"num_return_sequences": 2, "do_sample": True},
-}
+CALLS = {"greedy": {}, "beams": {"num_beams": 3}, "samples": {"num_return_sequences": 2, "do_sample": True}}
+ALL = [*itertools.product(CALLS, PADDINGS)]
 
 
 @pytest.fixture
@@ -203,8 +199,7 @@ def llama():
     return tiny("llama", head_dim=32)
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("padding", ["no_padding", "left_padding", "holes"])
+@pytest.mark.parametrize("name, padding", slow_unless(ALL[::4].__contains__, ALL))
 def test_generate_is_that_over_rounded_k_and_v(monkeypatch, llama, name, padding):
     fake_graph.use(monkeypatch)
     inputs = prompts(padding, "cpu", length=60)
@@ -283,15 +278,15 @@ def test_what_is_stored(llama, kv_dtype):
     assert torch.equal(first[0], k[:1] + 7) and torch.equal(layer.centre, (k[:1] + 7).mean(2, keepdim=True))
 
 
-@pytest.mark.parametrize("index", [[2, 0, 0], [1, 1, 2]])
-def test_beams_permute_scales_and_centres(llama, index, device):
+def test_beams_permute_scales_and_centres(llama, device):
     cache = PreallocatedCache(llama, kv_dtype="int8")
     for layer in range(2):
         cache.update(*torch.randn(2, 3, 2, 5, 32, device=device), layer)
-    before = [(layer.keys, layer.values) for layer in cache.layers]
-    cache.reorder_cache(torch.tensor(index, device=device))
-    for layer, (keys, values) in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys[index]) and torch.equal(layer.values, values[index])
+    for index in ([2, 0, 0], [1, 1, 2]):
+        before = [(layer.keys, layer.values) for layer in cache.layers]
+        cache.reorder_cache(torch.tensor(index, device=device))
+        for layer, (keys, values) in zip(cache.layers, before, strict=True):
+            assert torch.equal(layer.keys, keys[index]) and torch.equal(layer.values, values[index])
 
 
 def test_layers_with_a_window_keep_k_and_v(monkeypatch):

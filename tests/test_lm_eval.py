@@ -9,6 +9,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 import checkpoint
 import fake_graph
+from cases import slow_unless
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
@@ -72,48 +73,47 @@ def test_answers_to_every_type_of_request_are_those_of_hf(chat, folder, manager,
     assert calls["lean.prefill"] and not found["hf"]["config"].get("hf_fastattn")
 
 
-@pytest.mark.parametrize(
-    ("options", "gen_kwargs", "reason"),
-    [
-        ({}, {}, None),
-        ({"backend": "split_kv", "fuse": False, "cache": "preallocated"}, {}, None),
-        ({"backend": "causal", "logits_cache": False}, {}, None),  # HFLM's own backend= and another of its arguments
-        ({"attn_implementation": "fa2", "backend": "fa2"}, {}, None),
-        ({"graph": False, "cache": None}, {}, None),
-        ({}, {"cache_implementation": "static"}, "cache_implementation='static' was requested"),
-        ({"batch_size": "auto", "max_batch_size": 3, "max_length": 96}, {}, None),
-    ],
-)
-def test_options_of_patch_reach_it_and_the_others_hflm(options, gen_kwargs, reason, folder, monkeypatch):
+OPTIONS = {
+    "none": {},
+    "split_kv": {"backend": "split_kv", "fuse": False, "cache": "preallocated"},
+    "of HFLM": {"backend": "causal", "logits_cache": False},  # its own backend= and another of its arguments
+    "both": {"attn_implementation": "fa2", "backend": "fa2"},
+    "no graph": {"graph": False, "cache": None},
+    "static": {},
+    "auto": {"batch_size": "auto", "max_batch_size": 3, "max_length": 96},
+}
+
+
+@pytest.mark.parametrize("name", slow_unless(["of HFLM", "static", "auto"].__contains__, OPTIONS))
+def test_options_of_patch_reach_it_and_the_others_hflm(name, folder, monkeypatch):
     fake_graph.use(monkeypatch)
+    options, static = OPTIONS[name], name == "static"
+    gen_kwargs = {"cache_implementation": "static"} if static else {}
     lm = created(folder, **options)
     backend = options.get("backend", "lean").replace("causal", "lean")
     assert lm.patch.backend == lm.model.config._attn_implementation == backend
     assert lm.logits_cache == options.get("logits_cache", True) and lm.backend == "causal"
     assert texts(lm, **gen_kwargs) == texts(created(folder, "hf", attn_implementation="eager"), **gen_kwargs)
-    assert lm.patch.reasons == ([reason] if reason else [])
-    assert bool(lm.patch.replays) == (reason is None and options.get("graph", True))
+    assert lm.patch.reasons == ["cache_implementation='static' was requested"] * static
+    assert bool(lm.patch.replays) == (not static and options.get("graph", True))
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"backend": "fast"}, "Unknown attention backend 'fast'; known backends: "),
-        ({"attn_implementation": "sdpa"}, "Leave out attn_implementation, and use --model hf for that one."),
-        ({"attn_implementation": "fa2"}, "and give backend='fa2' for that one."),
-        ({"attn_implementation": "lean", "backend": "fa2"}, "conflicts with backend='fa2'"),
-        ({"graph": "off"}, "graph must be True or False; got 'off'."),
-        ({"kv": "sequence"}, "has kv_sharding= in place of kv="),
-    ],
-)
-def test_conflicts_are_sentences_before_the_model_is_loaded(options, sentence, folder, monkeypatch):
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    with pytest.raises((ValueError, TypeError)) as error:
-        created(folder, **options)
-    assert sentence in str(error.value)
+CONFLICTS = [
+    ({"backend": "fast"}, "Unknown attention backend 'fast'; known backends: "),
+    ({"attn_implementation": "sdpa"}, "Leave out attn_implementation, and use --model hf for that one."),
+    ({"attn_implementation": "fa2"}, "and give backend='fa2' for that one."),
+    ({"attn_implementation": "lean", "backend": "fa2"}, "conflicts with backend='fa2'"),
+    *(({"graph": "off"}, "graph must be True or False; got 'off'."), ({"kv": "sequence"}, "has kv_sharding= in place of kv=")),
+]
 
 
-def test_refusals_of_patch_and_unknown_arguments(folder):
+def test_conflicts_are_sentences_before_the_model_is_loaded_and_other_refusals(folder, monkeypatch):
+    with monkeypatch.context() as unloaded:
+        unloaded.setattr(AutoModelForCausalLM, "from_pretrained", None)
+        for options, sentence in CONFLICTS:
+            with pytest.raises((ValueError, TypeError)) as error:
+                created(folder, **options)
+            assert sentence in str(error.value)
     with pytest.raises(ValueError, match="needs a preallocated cache"):
         created(folder, cache=None)
     with pytest.raises(ValueError, match='window, sinks and clamp_positions are for "streaming"'):
