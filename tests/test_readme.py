@@ -14,9 +14,10 @@ from test_boundaries import ORDER
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 import hf_fastattn
+import hf_fastattn_cli as cli
 from benchmarks import grid, provenance
 from benchmarks import report as bench_report
-from hf_fastattn import backends, cli, hf, kernels
+from hf_fastattn import backends, hf, kernels
 from hf_fastattn.attention import function
 from hf_fastattn.kernels import checks, reference, spans
 from hf_fastattn.kernels.host import gpu, launch
@@ -243,7 +244,7 @@ def test_contracts_are_those_of_the_package():
     integers = re.findall(r"^\| `([A-Z_]+)` \|", text, re.MULTILINE)
     assert [getattr(spans, name) for name in integers] == list(range(spans.WORDS)) and f"(batch, 1, 1, {spans.WORDS})" in text
     blocks = re.findall(r"```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
-    diagram = next(block for block in blocks if block.startswith("cli\n"))
+    diagram = next(block for block in blocks if block.startswith("distillation "))
     there = {path.stem for path in (ROOT / "hf_fastattn").iterdir()}
     assert [set(line.split()) for line in diagram.splitlines()] == [there & set(parts) for parts in ORDER[1:]]
 

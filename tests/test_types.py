@@ -37,6 +37,7 @@ def wrong(model: PreTrainedModel, layer: torch.nn.Linear) -> None:
     hf_fastattn.patch(model, "lean", cache="static")  # type: ignore[arg-type]
     hf_fastattn.patch(model, kv_sharding="tokens")  # type: ignore[arg-type]
     hf_fastattn.patch(model, kv="sequence")  # type: ignore[call-arg]
+    hf_fastattn.patch(model, kv_dtype="int4")  # type: ignore[arg-type]
     hf_fastattn.explain(model, gpu="h1000")  # type: ignore[arg-type]
     hf_fastattn.evaluate(model, caches=["static"])  # type: ignore[list-item]
     positions("zigzag zag", 0, 2, 8)  # type: ignore[arg-type]
