@@ -17,7 +17,7 @@ ABOUT = "Exact attention kernels inside Hugging Face Transformers: the backends,
 BENCHES = (
     *("generate", "families", "hybrids", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
     *("quantised", "kv_dtype", "kv_dtype_speed", "ranks", "commits", "kernels", "stream", "paper_e2e", "paper_ranks"),
-    *("context", "report"),
+    *("context", "softmax", "report"),
 )
 COMMANDS = {
     "backends": "list the backends and whether each can run here",
