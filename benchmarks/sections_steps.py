@@ -138,7 +138,7 @@ def softmax(result: dict) -> str:
         for row in steps
     ]
     return (
-        f"**Softmax, microseconds**, the last three of the top {result['top_k']}; one reading also draws a token "
+        f"**Softmax, microseconds**, the last three of the top {result['rows'][0]['top_k']}; one reading also draws a token "
         f"{by_method(result)}:\n\n{table(head, rows)}\n\nA layer's attention and projections for one new token, microseconds, "
         f"{', '.join({row['heads']: None for row in steps})}:\n\n"
         + table(["tokens", "without a cache", "with it", "ratio", "ratio of operations"], lines)

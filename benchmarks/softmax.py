@@ -65,15 +65,13 @@ def softmaxes(rows: int, vocab: int, device: torch.device) -> tuple[Rivals, int,
     """(rivals, sets of inputs, fields of the row) over fp32 scores; those of this file and the package where Triton runs."""
     xs = [torch.randn(rows, vocab, device=device) for _ in range(num_sets(8 * rows * vocab))]
     x, k, out, noise = xs[0], min(TOP_K, vocab), torch.empty_like(xs[0]), torch.empty_like(xs[0]).exponential_()
-    want = x.double().softmax(-1)
+    fields, want = {"batch": rows, "vocab": vocab, "top_k": k}, x.double().softmax(-1)
     top = want.topk(k)
-    found: Rivals = {
-        "torch": (lambda i: xs[i].softmax(-1), SAME, want),
-        "torch_softmax_topk": (lambda i: xs[i].softmax(-1).topk(k).values, SAME, top.values),
-        "torch_topk_softmax": (lambda i: xs[i].topk(k).values.softmax(-1), SAME, top.values / top.values.sum(-1, keepdim=True)),
-    }
+    found: Rivals = {"torch": (lambda i: xs[i].softmax(-1), SAME, want)}
+    found["torch_softmax_topk"] = lambda i: xs[i].softmax(-1).topk(k).values, SAME, top.values
+    found["torch_topk_softmax"] = lambda i: xs[i].topk(k).values.softmax(-1), SAME, top.values / top.values.sum(-1, keepdim=True)
     if triton is None or not (x.is_cuda or INTERPRETED):
-        return found, len(xs), {"batch": rows, "vocab": vocab}
+        return found, len(xs), fields
     sampler, tokens = sample.Sampler(), torch.empty(rows, 1, dtype=torch.int64, device=device)
     sampler._make_room(rows, vocab, device)
     others, block = (noise, *sampler.tensors, tokens), min(BLOCK, triton.next_power_of_2(vocab))
@@ -90,7 +88,7 @@ def softmaxes(rows: int, vocab: int, device: torch.device) -> tuple[Rivals, int,
     best = (top.values / noise.gather(1, top.indices)).amax(1, keepdim=True)  # the token that is drawn has this quotient
     found["one_reading"] = one_reading, lambda tokens: want.gather(1, tokens) / noise.gather(1, tokens), best
     found |= {name: (partial(softmax, kind=n), SAME, want) for n, name in enumerate(KINDS)}
-    return found, len(xs), {"batch": rows, "vocab": vocab}
+    return found, len(xs), fields
 
 
 def steps(length: int, device: torch.device) -> tuple[Rivals, int, dict]:
@@ -141,8 +139,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.softma
     cases: list[tuple[int, ...]] = [*itertools.product(batches, vocabularies), *((n,) for n in lengths)]
     need_gpu(parser, args, sizes={f"{case}": math.prod(case) ** (3 - len(case)) for case in cases})
     device = find_device(args.device)
-    at = conditions(device, METHOD)
-    results = Results(args.out / "softmax.json", args.seconds, command(prog, argv), device, conditions=at, top_k=TOP_K)
+    results = Results(args.out / "softmax.json", args.seconds, command(prog, argv), device, conditions=conditions(device, METHOD))
     torch.manual_seed(0)
     for case in progress(cases, "softmax"):
         if results.left() < 10:
