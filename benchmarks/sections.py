@@ -411,6 +411,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("training_gpt_oss", "kernels_training_gpt_oss.json", training.gpt_oss),
     ("training_fused", "kernels_training_fused.json", training.fused),
     ("training_layer", "kernels_training_layer.json", training.layer),
+    ("softmax", "softmax.json", sections_steps.softmax),
     ("context", "context.json", sections_context.balance),
     ("context_ranks", "context_ranks.json", sections_context.times),
     ("paper", "kernels_paper.json", paper),

@@ -117,3 +117,29 @@ def quantised(result: dict) -> str:
     layers = result["config"]["num_hidden_layers"]
     text = f"**Quantised weights, milliseconds per token**, {model(result)}, {layers} layers {by_method(result)}"
     return f"{text}:\n\n{table([*head, 'bf16 / these weights'], rows)}"
+
+
+def softmax(result: dict) -> str:
+    names = {"naive": "naive, 2 readings", "safe": "safe, 3", "online": "online, 2", "torch": "torch"}
+    names |= {"torch_softmax_topk": "torch's softmax, topk", "torch_topk_softmax": "topk, softmax", "one_reading": "one reading"}
+    both = {"safe": "online", "torch_softmax_topk": "one_reading", "no_cache": "cache"}
+
+    def cells(row: dict, shown: list[str]) -> list[str | None]:
+        """Microseconds, and the ratios of those that are both there."""
+        us = row["us"]
+        ratios = [figure(us[x] / us[y], 2, "x") if {x, y} <= us.keys() else None for x, y in both.items() if x in shown]
+        return [*(figure(us.get(name)) for name in shown), *ratios]
+
+    rows = [[f"{row['batch']} x {row['vocab']}", *cells(row, [*names])] for row in result["rows"] if "vocab" in row]
+    head = ["batch x scores", *names.values(), "safe / online", "softmax, topk / one reading"]
+    steps = [row for row in result["rows"] if "flops" in row]
+    lines = [
+        [str(row["length"]), *cells(row, ["no_cache", "cache"]), figure(row["flops"]["no_cache"] / row["flops"]["cache"], 0, "x")]
+        for row in steps
+    ]
+    return (
+        f"**Softmax, microseconds**, the last three of the top {result['rows'][0]['top_k']}; one reading also draws a token "
+        f"{by_method(result)}:\n\n{table(head, rows)}\n\nA layer's attention and projections for one new token, microseconds, "
+        f"{', '.join({row['heads']: None for row in steps})}:\n\n"
+        + table(["tokens", "without a cache", "with it", "ratio", "ratio of operations"], lines)
+    )

@@ -12,7 +12,7 @@ import typer
 BENCHES = (
     *("generate", "families", "hybrids", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
     *("quantised", "kv_dtype", "kv_dtype_speed", "ranks", "commits", "kernels", "stream", "paper_e2e", "paper_ranks"),
-    *("context", "report"),
+    *("context", "softmax", "report"),
 )
 ROOT = Path(__file__).parent.parent
 

@@ -10,11 +10,25 @@ import weakref
 
 import pytest
 import torch
-from calls import attention
+from calls import attention, runs_kernels
 from cases import slow_unless
 
 import hf_fastattn
-from benchmarks import decode, generate, kernels, paper, prefill, queries, report, results, sections, shapes, timing, training
+from benchmarks import (
+    decode,
+    generate,
+    kernels,
+    paper,
+    prefill,
+    queries,
+    report,
+    results,
+    sections,
+    shapes,
+    softmax,
+    timing,
+    training,
+)
 from benchmarks.shapes import Shape
 from benchmarks.training import Trained
 from hf_fastattn.kernels import reference
@@ -481,3 +495,35 @@ def test_schedules_contain_every_tile_and_lean_is_balanced(monkeypatch):
         assert paper.schedule(kernel, Shape(1, 132 * 4, 132 * 4, 128, 64 << 10), torch.device("cpu"))["balance"] == 1
     for kv_len, programs in ((1 << 10, 512), (64 << 10, 264)):  # one program for each of many short heads
         assert paper.schedule("lean", Shape(16, 32, 32, 64, kv_len), torch.device("cpu"))["programs"] == programs
+
+
+@pytest.fixture
+def small_softmax(monkeypatch):
+    for name, value in {"BLOCK": 32, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16}.items():
+        monkeypatch.setattr(softmax, name, value)
+    monkeypatch.setattr(shapes, "DTYPE", torch.float32)
+    monkeypatch.setattr(timing, "LEAST", 1)
+    monkeypatch.setattr(timing, "MOST", 1)
+
+
+def test_softmaxes_and_steps_without_a_cache_are_checked_and_timed(tmp_path, small_softmax, monkeypatch):
+    options = ["--batches", "3", "--vocab", "3,70", "--lengths", "40", "--device", "cpu", "--out", str(tmp_path)]
+    assert softmax.main(options) == 0
+    *scores, step = json.loads((tmp_path / "softmax.json").read_text())["rows"]
+    assert [(row["batch"], row["vocab"]) for row in scores] == [(3, 3), (3, 70)] and step["length"] == 40
+    weights = 64 * (4 + 2 * 2) * 16
+    assert step["flops"] == {"cache": 2 * weights + 4 * 40 * 64, "no_cache": 40 * 2 * weights + 4 * 40 * 40 * 64 // 2}
+    text = report.report(tmp_path, ["softmax"])
+    assert re.search(r"\| +3 x 70 \|", text) and re.search(r"\| +40 \|.*x \|", text)
+    monkeypatch.setattr(softmax, "get", lambda name: argparse.Namespace(attend=lambda q, kv: torch.zeros_like(q)))
+    with pytest.raises(shapes.WrongResult, match="no_cache is wrong"):
+        softmax.main(options)
+
+
+@runs_kernels
+@pytest.mark.parametrize("vocab", [3, 32, 70])
+def test_kernels_of_softmax_are_right(small_softmax, vocab, device):
+    rivals, *_ = softmax.softmaxes(2, vocab, device)
+    assert {*softmax.KINDS, "one_reading"} <= rivals.keys()
+    for name, (call, of, want) in rivals.items():
+        torch.testing.assert_close(of(call(0)).double(), want.double(), rtol=1e-5, atol=1e-7, msg=name)
