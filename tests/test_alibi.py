@@ -96,6 +96,15 @@ def test_tokens_and_gradients_are_those_of_the_model(name, mask, captured_steps)
     assert torch.equal(generate(), tokens) and not subclass.is_fused(next(iter(attention_of(model))))
 
 
+@torch.no_grad()
+def test_texts_beyond_the_longest_of_mpt_continue_its_bias(captured_steps):
+    """As in a model whose max_seq_len is longer; its own code raises an error."""
+    model, longer = (tiny("mpt", **MODELS["mpt"] | {"max_seq_len": limit}) for limit in (24, 80))
+    tokens = longer.generate(IDS, attention_mask=PADDED, max_new_tokens=20, do_sample=False)
+    with hf_fastattn.patch(model):
+        assert torch.equal(model.generate(IDS, attention_mask=PADDED, max_new_tokens=20, do_sample=False), tokens)
+
+
 def attention_of(model):
     return [module for module in model.modules() if type(module).__name__ == hf.alibi(model).layer]
 

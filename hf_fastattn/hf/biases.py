@@ -88,8 +88,9 @@ def _mpt(attend: Attend, dense: Dense, forward: Forward) -> Forward:
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         bias, keys = position_bias[:, 0], key.shape[2]
-        if keys > bias.shape[1]:  # slots past the longest text, which hold no token
-            bias = torch.nn.functional.pad(bias, (0, keys - bias.shape[1]))
+        if (more := keys - bias.shape[1]) > 0:  # slots past max_seq_len, whose biases continue those before
+            step = bias[:, -1:] - bias[:, -2:-1]
+            bias = torch.cat([bias, bias[:, -1:] + step * torch.arange(1, more + 1, device=bias.device)], 1)
         bias = bias[None, :, bias.shape[1] - keys :].contiguous()
         out, _ = attend(self, query, key, value, mask, scaling=self.softmax_scale, key_bias=bias)
         return self.out_proj(out.flatten(2)), None
