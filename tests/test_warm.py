@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,7 +32,7 @@ from triton.runtime.driver import driver
 
 import hf_fastattn
 from hf_fastattn import cli, hf
-from hf_fastattn.kernels.ahead import archive, describe, locks, server
+from hf_fastattn.kernels.ahead import describe, locks, server
 from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.kernels.host import gpu, launch
 from hf_fastattn.patches import ahead, warm
@@ -227,7 +224,7 @@ def test_the_first_generate_batch_begins_the_list_of_its_pages(monkeypatch):
     assert begun == [(True, 0), (True, 64), (True, 16)]
 
 
-# ---- archives ----
+# ---- Triton's cache ----
 
 
 @pytest.fixture
@@ -240,117 +237,9 @@ def cache(tmp_path, monkeypatch):
 def pretend(kernel: describe.Kernel, cache: Path) -> None:
     """Put something in the place of a compiled kernel."""
     folder = cache / kernel.key
-    digest = base64.b32decode(kernel.key + "====").hex()
-    files = {f"{kernel.name}.cubin": b"code", f"{kernel.name}.json": json.dumps({"hash": digest}).encode()}
     folder.mkdir(parents=True)
-    archive._write(folder, files)
+    (folder / f"__grp__{kernel.name}.json").write_text("{}")
     (folder / locks.LAUNCHER).touch()
-
-
-KNOWN = f"hf_fastattn-{'0' * 32}.json"
-
-
-@pytest.fixture
-def exported(cache, tmp_path, monkeypatch):
-    """(kernels, their file, an empty cache that is now Triton's)."""
-    monkeypatch.setattr(archive, "versions", lambda: {"triton": "3", "the kernels of hf_fastattn": "a"})
-    kernels = [norm(256), norm(512)]
-    for kernel in kernels:
-        pretend(kernel, cache)
-    assert archive.export(kernels, tmp_path / "kernels.zip", {"known": KNOWN}) == 2
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
-    return kernels, tmp_path / "kernels.zip", tmp_path / "other"
-
-
-def test_an_archive_is_imported_with_paths_of_this_cache(exported):
-    kernels, file, cache = exported
-    assert archive.import_(file) == kernels == archive.import_(file)
-    assert json.loads((cache / KNOWN).read_text())["keys"] == [kernel.key for kernel in kernels]
-    (cache / KNOWN).unlink()
-    changed(file, lambda _, made: made.update(known="../a.json"))
-    assert archive.import_(file) == kernels and not [*cache.parent.glob("*.json"), *cache.glob("*.json")]
-    for kernel in kernels:
-        group = json.loads((cache / kernel.key / f"__grp__{kernel.name}.json").read_text())["child_paths"]
-        assert [*group] == [f"{kernel.name}.cubin", f"{kernel.name}.json"]
-        assert all(Path(path).parent == cache / kernel.key and Path(path).is_file() for path in group.values())
-
-
-def changed(file: Path, change) -> None:
-    """Write a file anew, with changed members and a changed manifest."""
-    with zipfile.ZipFile(file) as opened:
-        members = {name: opened.read(name) for name in opened.namelist()}
-    manifest = json.loads(members.pop(archive.MANIFEST))
-    change(members, manifest)
-    with zipfile.ZipFile(file, "w") as made:
-        made.writestr(archive.MANIFEST, json.dumps(manifest))
-        for name, data in members.items():
-            made.writestr(name, data)
-
-
-def add(name: str, data: bytes = b"x"):
-    def change(members, manifest):
-        members[name] = data
-        manifest["members"][name if isinstance(name, str) else name.filename] = hashlib.sha256(data).hexdigest()
-
-    return change
-
-
-def other_kernel(members, manifest):
-    """A compiled kernel in the folder of another one, with sums that fit."""
-    a, b = sorted(name for name in members if name.endswith(".cubin"))
-    json_a, json_b = a.replace(".cubin", ".json"), b.replace(".cubin", ".json")
-    members[json_a] = members[json_b]
-    manifest["members"][json_a] = manifest["members"][json_b]
-
-
-def a_link() -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo("link")
-    info.external_attr = 0o120777 << 16
-    return info
-
-
-BAD = {
-    "a path upwards": (add("../evil.cubin"), "has members that are not the kernels it describes"),
-    "an absolute path": (add("/tmp/evil.cubin"), "has members that are not the kernels it describes"),
-    "a further file": (add(f"{'A' * 52}/evil.cubin"), "has members that are not the kernels it describes"),
-    "a changed cubin": (
-        lambda m, _: m.update({k: b"other" for k in m if k.endswith("cubin")}),
-        "is damaged: .*cubin is not what",
-    ),
-    "another kernel's": (other_kernel, "has members that are not the kernels it describes"),
-    "a member less": (lambda m, _: m.pop(next(iter(m))), "does not have the members that its manifest lists"),
-    "other versions": (lambda _, made: made["versions"].update(triton="2"), "another version of triton, '2'; here it is '3'"),
-    "other kernels": (
-        lambda _, made: made["versions"].pop("the kernels of hf_fastattn"),
-        "version of the kernels of hf_fastattn",
-    ),
-    "no description": (lambda _, made: made.pop("kernels"), "is no whole file of `hf-fastattn warm --export`"),
-    "a foreign description": (lambda _, made: made["kernels"][0].__setitem__(0, "os"), "has members that are not the kernels"),
-    "a link": (lambda m, _: m.update({a_link(): b"/etc"}), "it has a link"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_a_bad_archive_is_refused_before_anything_is_written(what, exported):
-    _, file, cache = exported
-    change, says = BAD[what]
-    changed(file, change)
-    with pytest.raises(ValueError, match=says):
-        archive.import_(file)
-    assert not cache.exists() or not [path for path in cache.rglob("*") if path.is_file()]
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\3\4 cut", b"text" * 100])
-def test_a_file_that_is_no_archive_is_refused(content, exported, monkeypatch):
-    _, file, cache = exported
-    file.write_bytes(content or file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="is no whole file of `hf-fastattn warm --export`"):
-        archive.import_(file)
-    monkeypatch.setenv(archive.VARIABLE, str(file))
-    monkeypatch.setattr(archive, "_imported", set())
-    with pytest.warns(UserWarning, match="HF_FASTATTN_KERNELS: .* is no whole file.*Kernels are compiled anew"):
-        archive.import_of_environment()
-    assert not cache.exists()
 
 
 # ---- compilation by other processes ----
@@ -540,8 +429,6 @@ def test_a_killed_worker_costs_its_kernel_alone(cache):
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ([], "Name a MODEL whose kernels are to be compiled, or a file of kernels with --import"),
-        (["--import", "/nowhere"], "--import: there is no file /nowhere."),
         (["{model}"], "This machine has no GPU. Pass --arch: 80 for an A100, 90 for an H100 or H200"),
         (["{model}", "--arch", "70"], "--arch must be one of 80, 86, 89, 90, or another from 80 on with --sms; got 70"),
     ],
@@ -554,17 +441,12 @@ def test_the_command_refuses_in_a_sentence(arguments, says, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("more", [[], ["--batch", "64"]], ids=["generate", "batch"])
-def test_the_command_compiles_and_exports_from_a_configuration_alone(more, cache, tmp_path, monkeypatch, capsys):
+def test_the_command_compiles_from_a_configuration_alone(more, cache, tmp_path, monkeypatch, capsys):
     tiny("llama").config.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(ahead, "_compile", lambda kernels: [pretend(kernel, cache) for kernel in kernels])
-    file = str(tmp_path / "kernels.zip")
-    options = ["--rows", "1", "--tokens", "300", "--arch", "90", "--dtype", "bfloat16", "--export", file]
+    options = ["--rows", "1", "--tokens", "300", "--arch", "90", "--dtype", "bfloat16"]
     assert cli.main(["warm", str(tmp_path / "model"), *options, *more]) == 0
-    said = capsys.readouterr().out
-    assert " kernels compiled in " in said and f" kernels are in {file}, 0." in said
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
-    assert cli.main(["warm", "--import", file]) == 0
-    assert f"kernels of {file} are in Triton's cache" in capsys.readouterr().out
+    assert " kernels compiled in " in capsys.readouterr().out
 
 
 @pytest.mark.slow

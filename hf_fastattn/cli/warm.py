@@ -1,16 +1,14 @@
 """hf-fastattn warm."""
 
-from pathlib import Path
 from typing import Annotated
 
 import torch
-from typer import Argument, Option
+from typer import Option
 
 from .. import hf, registry
-from ..kernels.ahead import archive, locks
 from ..kernels.host import gpu
 from ..patches import ahead, preflight, warm
-from .commands import MODEL, Backend, Dtype, GgufFile, KvDtype, Traceback, listed
+from .commands import Backend, Dtype, GgufFile, KvDtype, Model, Traceback, listed
 
 SMS = {80: 108, 86: 84, 89: 128, 90: 132}  # of the most common GPU of each architecture
 ARCH = "compute capability of the GPU that will run them, 80 or 90; default: that of this machine"
@@ -21,7 +19,7 @@ BATCH = "the kernels of generate_batch() instead, with pages of so many tokens: 
 
 
 def warm_(
-    model: Annotated[str | None, Argument(metavar="MODEL", help=MODEL, show_default=False)] = None,
+    model: Model,
     rows: Annotated[str | None, Option(help=NUMBERS)] = None,
     tokens: Annotated[int, Option(help="the longest text")] = warm.LONGEST,
     backend: Backend = "lean",
@@ -31,21 +29,8 @@ def warm_(
     batch: Annotated[int, Option(metavar="SIZE", help=BATCH)] = 0,
     gguf_file: GgufFile = None,
     kv_dtype: KvDtype = None,
-    export: Annotated[Path | None, Option(metavar="FILE", help="also write the kernels to a file, for other machines")] = None,
-    import_: Annotated[Path | None, Option("--import", metavar="FILE", help="read such a file into Triton's cache")] = None,
     traceback: Traceback = False,
 ) -> None:
-    if import_ is not None:
-        if not import_.is_file():
-            raise ValueError(f"--import: there is no file {import_}.")
-        kernels = archive.import_(import_)
-        print(f"{len(kernels)} kernels of {import_} are in Triton's cache.")
-        if locks.has_launchers():
-            ahead.compile_all(kernels)  # what launches them
-    if model is None:
-        if import_ is None or export is not None:
-            raise ValueError("Name a MODEL whose kernels are to be compiled, or a file of kernels with --import.")
-        return
     counts = None if rows is None else _counts(rows)
     for option, value in (("--tokens", tokens), ("--sms", sms)):
         if value is not None and value < 1:
@@ -56,12 +41,6 @@ def warm_(
     preflight.which_kv_dtype(made, registry.get(backend), None if batch else "preallocated", kv_dtype)
     recipe = warm.Recipe.of(made, backend, _target(arch, sms), batch)._replace(kv_dtype=kv_dtype)
     print(ahead.warm_up(recipe, counts, tokens))
-    if export is not None:
-        about = {"model": model, "rows": counts, "tokens": tokens}
-        if ahead.is_whole(counts, tokens):
-            about["known"] = ahead.Known(recipe).name
-        number = archive.export(warm.listed(recipe, counts, tokens), export, about)
-        print(f"{number} kernels are in {export}, {export.stat().st_size / 2**20:.1f} MiB.")
 
 
 def _counts(rows: str) -> tuple[int, ...]:

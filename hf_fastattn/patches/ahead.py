@@ -9,14 +9,16 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
+import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from .. import hf
-from ..kernels.ahead import archive, describe, locks, server
+from ..kernels.ahead import describe, locks, server
 from ..kernels.ahead.describe import Kernel
 from ..report.warn import warn
 from . import warm
@@ -86,12 +88,9 @@ def _end() -> None:
 def begin(model: hf.PreTrainedModel, lazily: bool, page: int = 0) -> Ahead | None:
     """Compile what a patched model on a GPU will launch. None if that is not possible; a reason that a user can remove is said.
 
-    lazily: compile nothing, and only import the kernels that the environment names. page: see `warm.Recipe`.
+    lazily: compile nothing. page: see `warm.Recipe`.
     """
-    if model.device.type != "cuda":
-        return None
-    archive.import_of_environment()
-    if lazily:
+    if model.device.type != "cuda" or lazily:
         return None
     if (reason := server.why_not()) is not None:
         _warn_once(f"Kernels are compiled at their first launch, as {reason}.")
@@ -119,13 +118,22 @@ _VOLATILE = {
 }
 
 
+@functools.cache
+def _sources() -> str:
+    """A hash of the code of all kernels."""
+    found = hashlib.sha256()
+    for path in sorted(Path(describe.__file__).parents[1].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
 class Known:
     """A file in Triton's cache with the keys of a recipe's kernels, so that nothing needs to be listed again."""
 
     def __init__(self, recipe: warm.Recipe):
         triton, config = importlib.metadata.version("triton"), recipe.config.to_dict()
         own = {name: value for name, value in config.items() if name not in _VOLATILE and not name.endswith("token_id")}
-        facts = [recipe.cls.__qualname__, own, *map(str, recipe[2:]), triton, archive.sources()]
+        facts = [recipe.cls.__qualname__, own, *map(str, recipe[2:]), triton, _sources()]
         text = json.dumps(facts, sort_keys=True, default=str)
         self.name = f"hf_fastattn-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
         self.modules: list[str] = []
@@ -139,7 +147,12 @@ class Known:
         return False
 
     def note(self, kernels: Sequence[Kernel]) -> None:
-        archive.note(self.name, kernels)
+        with contextlib.suppress(OSError):
+            locks.folder().mkdir(parents=True, exist_ok=True)
+            held = {"keys": [kernel.key for kernel in kernels], "modules": sorted({kernel.module for kernel in kernels})}
+            part = locks.folder() / f"{self.name}.part{os.getpid()}"
+            part.write_text(json.dumps(held))
+            os.replace(part, locks.folder() / self.name)
 
 
 def compile_all(kernels: Sequence[Kernel]) -> str:
@@ -185,11 +198,6 @@ def warm_up(recipe: warm.Recipe, rows: Iterable[int] | None, tokens: int) -> str
     """Compile what a recipe launches; arguments as in `warm.listed`. Returns the sentence of `compile_all`."""
     kernels = warm.listed(recipe, rows, tokens)
     said = compile_all(kernels)
-    if is_whole(rows, tokens):
+    if rows is None and tokens == warm.LONGEST:  # the list that is compiled ahead
         Known(recipe).note(kernels)
     return said
-
-
-def is_whole(rows: Iterable[int] | None, tokens: int) -> bool:
-    """Whether these arguments give the list of kernels that is compiled ahead."""
-    return rows is None and tokens == warm.LONGEST

@@ -1,1 +1,1 @@
-"""Kernels that are known before their first launch: described, compiled by other processes, and shipped in a file."""
+"""Kernels that are known before their first launch: described, and compiled by other processes."""
