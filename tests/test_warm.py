@@ -406,7 +406,7 @@ assert begun.wait(60)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_costs_its_kernel_alone(cache):
+def test_kernels_of_a_killed_worker_are_compiled_later(cache):
     kernels = [norm(2**n) for n in range(6, 10)]
     served, killed = server.Server(), []
     work = threading.Thread(target=served.run, args=(kernels,))
