@@ -233,7 +233,7 @@ def test_its_cache_is_copied_saved_restored_and_emptied(tmp_path):
         assert torch.equal(cache.storage.states()[0], mark[0])
         cache.reset()
         assert cache.get_seq_length() == 0 and not any(state.any() for state in cache.storage.states())
-        with pytest.raises(ValueError, match="needs the recurrent states"):
+        with pytest.raises(ValueError, match="needs K and V of 2 layers; missing or extra"):
             PreallocatedCache.load(tmp_path / "cache", model)
         with pytest.raises(ValueError, match="holds 2 rows"):
             twin.check_rows(3)

@@ -1,7 +1,6 @@
 """Caches in files: loaded as they were saved; files that no cache of the model can have written are refused with a message."""
 
 import errno
-import json
 import os
 from functools import partial
 from unittest.mock import Mock
@@ -90,41 +89,28 @@ def _parts(path) -> tuple[dict, dict]:
         return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def _seen(**counts) -> dict:
-    return {"seen": json.dumps({name.removeprefix("_"): count for name, count in counts.items()})}
-
-
 def _both(layer: int, change) -> dict:
     """A change to keys and values of a layer."""
     return {name: lambda t, name=name: change(t[name]) for name in (f"{layer}.keys", f"{layer}.values")}
 
 
+OTHER = "is not as save.. wrote it"
 # Changes to the metadata and to the tensors, and the message of the refusal.
 LIES = {
-    "fewer seen": (_seen(_0=1, _1=1), {}, "layer 0, .* 1 to 1 tokens"),
-    "more seen": (_seen(_0=97, _1=97), {}, "layer 0, .* 97 to 97 tokens"),
-    "one more": (_seen(_0=96, _1=97), {}, "should have one number"),
-    "none seen": (_seen(_0=0, _1=0), {}, "should have one number"),
-    "not a number": (_seen(_0=96.0, _1=True), {}, "should have one number"),
-    "of other layers": (_seen(_0=96, _2=96), {}, "should have one number"),
-    "a list": ({"seen": "[96, 96]"}, {}, "should have one number"),
-    "cut short": ({"seen": '{"0": 96'}, {}, "should have one number"),
-    "no seen": ({"seen": None}, {}, "None for the tokens seen"),
+    "fewer seen": ({"seen": "1"}, {}, OTHER),
+    "no seen": ({"seen": None}, {}, OTHER),
+    "no sum": ({"sum": None}, {}, OTHER),
     "no config": ({"config": None}, {}, "None where a configuration in JSON should be"),
     "a list of configs": ({"config": "[1]"}, {}, "where a configuration in JSON should be"),
     "another config": ({"config": "{}"}, {}, "and this one has"),
     "no format": ({"format": None}, {}, "has format None"),
-    "another format": ({"format": "hf_fastattn cache 0"}, {}, "has format 'hf_fastattn cache 0'"),
-    "no values": ({}, {"1.values": None}, "missing or extra: 1.values"),
-    "one too many": ({}, {"2.keys": lambda t: t["1.keys"].clone()}, "missing or extra: 2.keys"),
-    "a layer cut": ({}, _both(1, lambda x: x[:, :, :30]), "layer 1, .* 96 to 96 tokens"),
-    "keys cut": ({}, {"1.keys": lambda t: t["1.keys"][:, :, 1:]}, "keys .*95.* in layer 1, and needs"),
-    "three axes": ({}, {"0.keys": lambda t: t["0.keys"][0]}, "layer 0, and needs"),
-    "no rows": ({}, _both(0, lambda x: x[:0]), "layer 0, and needs"),
-    "fewer rows": ({}, _both(1, lambda x: x[:2]), "layer 1, and needs .*the rows and dtypes of layer 0"),
-    "fewer heads": ({}, _both(1, lambda x: x[:, :1]), "of 2 KV heads"),
-    "narrower": ({}, {"0.values": lambda t: t["0.values"][..., :8]}, "layer 0, and needs .*and a value of 16"),
-    "another dtype": ({}, {"1.keys": lambda t: t["1.keys"].half()}, "in torch.float16 .* the rows and dtypes of layer 0"),
+    "an older format": ({"format": "hf_fastattn cache 3"}, {}, "has format 'hf_fastattn cache 3'"),
+    "no values": ({}, {"1.values": None}, OTHER),
+    "one too many": ({}, {"2.keys": lambda t: t["1.keys"].clone()}, OTHER),
+    "a layer cut": ({}, _both(1, lambda x: x[:, :, :30]), OTHER),
+    "three axes": ({}, {"0.keys": lambda t: t["0.keys"][0]}, OTHER),
+    "fewer rows": ({}, _both(1, lambda x: x[:2]), OTHER),
+    "another dtype": ({}, {"1.keys": lambda t: t["1.keys"].half()}, OTHER),
 }
 
 
@@ -235,19 +221,6 @@ def test_a_file_that_cannot_be_written_is_an_error_of_the_system(tmp_path, saved
         assert str(tmp_path / "tokens") in str(error.value) and (os.name == "nt" or error.value.errno == number)
 
 
-def test_a_window_of_a_saved_cache_may_have_moved(tmp_path):
-    """A sliding layer keeps at least the tokens of its window, and at most all that it saw; other files are refused."""
-    model, path = family(WINDOWED, "cpu"), tmp_path / "tokens"
-    forward(model, prompts("no_padding", "cpu"), PreallocatedCache(model)).save(path, model)
-    meta, tensors = _parts(path)
-    for kept in (96, 15):
-        save_file({name: tensor[:, :, -kept:].contiguous() for name, tensor in tensors.items()}, path, meta)
-        assert PreallocatedCache.load(path, model).get_seq_length() == 96
-    save_file({name: tensor[:, :, -14:].contiguous() for name, tensor in tensors.items()}, path, meta)
-    with pytest.raises(ValueError, match=r"keys .*14.* in layer 0, .* 15 to 96 tokens"):
-        PreallocatedCache.load(path, model)
-
-
 def test_layers_that_hold_different_numbers_of_tokens_are_not_saved(tmp_path):
     model, states = tiny("llama"), torch.zeros(1, 2, 5, 16)
     cache = PreallocatedCache(model)
@@ -317,21 +290,11 @@ def test_loaded_8_bits_are_cropped_and_continued_in_a_graph(tmp_path, monkeypatc
 
 
 LIES_OF_8_BITS = {
-    "another kv_dtype": ({"kv_dtype": "int4"}, {}, "has K and V in 'int4', and this version reads int8, fp8"),
-    "no kv_dtype": ({"kv_dtype": None}, {}, "missing or extra: 0.centre, 0.scales"),
-    "no scales": ({}, {"1.scales": None}, "missing or extra: 1.scales"),
-    "floats": ({}, {"0.keys": lambda t: t["0.keys"].float()}, "in torch.float32, .* in layer 0, and needs"),
-    "signed": ({}, {"1.values": lambda t: t["1.values"].to(torch.int8)}, "in torch.int8, .* in layer 1, and needs"),
-    "a scale less": ({}, {"0.scales": lambda t: t["0.scales"][:, :, 1:]}, "in torch.int32, .* in layer 0, and needs"),
-    "wide scales": ({}, {"0.scales": lambda t: t["0.scales"].long()}, "in torch.int64, .* in layer 0, and needs"),
-    "a centre of one row": ({}, {"1.centre": lambda t: t["1.centre"][:1]}, "in layer 1, and needs"),
-    "another dtype": ({}, {"0.centre": lambda t: t["0.centre"].half()}, "layer 1, and needs .* the rows and dtypes of layer 0"),
-    "a layer cut": (
-        {},
-        {f"1.{name}": lambda t, n=name: t[f"1.{n}"][:, :, :9] for name in ("keys", "values", "scales")},
-        "layer 1,",
-    ),
-    "narrower": ({}, {"1.values": lambda t: t["1.values"][..., :8]}, "layer 1, and needs .*and a value of 16"),
+    "another kv_dtype": ({"kv_dtype": "fp8"}, {}, OTHER),
+    "no kv_dtype": ({"kv_dtype": None}, {}, OTHER),
+    "no scales": ({}, {"1.scales": None}, OTHER),
+    "wide scales": ({}, {"0.scales": lambda t: t["0.scales"].long()}, OTHER),
+    "a centre of one row": ({}, {"1.centre": lambda t: t["1.centre"][:1]}, OTHER),
 }
 
 
@@ -347,14 +310,10 @@ def test_a_file_of_8_bits_that_contradicts_itself_is_refused(tmp_path, saved_8_b
     test_a_file_that_contradicts_itself_is_refused(tmp_path, saved_8_bits, LIES_OF_8_BITS[lie])
 
 
-def test_files_of_8_bits_are_for_the_dtype_of_their_model_and_old_formats_are_read(tmp_path, saved_8_bits, saved):
+def test_files_of_8_bits_are_for_the_dtype_of_their_model(tmp_path, saved_8_bits):
     model, path = saved_8_bits
     with pytest.raises(ValueError, match=r"holds torch.float32, and the model runs in torch.bfloat16"):
         PreallocatedCache.load(path, tiny("llama").to(torch.bfloat16))
     (tmp_path / "cut").write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="is not a complete safetensors file"):
         PreallocatedCache.load(tmp_path / "cut", model)
-    meta, tensors = _parts(saved[1])
-    for number in (1, 2):
-        save_file(tensors, tmp_path / "old", meta | {"format": f"hf_fastattn cache {number}"})
-        assert PreallocatedCache.load(tmp_path / "old", saved[0]).get_seq_length() == 96

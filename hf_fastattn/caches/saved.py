@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from .. import hf
-from ..kernels.eight_bits import KV_DTYPES
-from .buffers import Pair, Part
 from .eight_bits import ByteLayer
 from .storage import PreallocatedStorage
 
-FORMAT = "hf_fastattn cache 3"
-READ = FORMAT, "hf_fastattn cache 2", "hf_fastattn cache 1"  # which had nothing in 8 bits; nor states
+FORMAT = "hf_fastattn cache 4"
 BYTES = "keys", "values", "scales", "centre"  # of a layer in 8 bits
 _MOST = 100_000_000  # bytes of a header, the limit of safetensors
 
@@ -65,14 +63,13 @@ def write(path: str | Path, storage: PreallocatedStorage, model: ModelOrConfig) 
     }
     tensors |= {f"{layer.index}.centre": layer.centre.contiguous() for layer in layers if isinstance(layer, ByteLayer)}
     states = [part for part in storage.memory() if part.slots is None]
-    tensors |= {_name(part): part.tensor.contiguous() for part in states}
+    tensors |= {f"{part.layer}.{part.name}": part.tensor.contiguous() for part in states}
     if Path(path).is_dir():
         raise IsADirectoryError(errno.EISDIR, "A cache is saved to one file, and this is a directory", str(path))
     _refuse_special(path)  # the new file would replace a device
     try:
-        meta = {"format": FORMAT, "config": _describe(model), "seen": _counts(seen.pop(), len(storage.layers))}
-        meta |= {} if storage.kv_dtype is None else {"kv_dtype": storage.kv_dtype}
-        save_file(tensors, path, meta | {"states": json.dumps(_sizes(tensors, sorted(map(_name, states))))})
+        meta = {"format": FORMAT, "config": _describe(model), "seen": str(seen.pop()), "kv_dtype": storage.kv_dtype or ""}
+        save_file(tensors, path, meta | {"sum": _sum(meta, tensors)})
     except SafetensorError as error:
         if (code := re.search(r"os error (\d+)", str(error))) is None:
             raise OSError(f"{path} cannot be written: {error}") from error
@@ -106,78 +103,33 @@ def read(
         after = os.fstat(file.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise ValueError(f"{path} was changed while it was read. Read it again once it is complete.")
-    with_kv = [index for index, kind in enumerate(kinds) if kind.has_kv]
-    if (kv_dtype := meta.get("kv_dtype")) not in (None, *KV_DTYPES):
-        raise ValueError(f"{path} has K and V in {kv_dtype!r}, and this version reads {', '.join(KV_DTYPES)}. Compute it again.")
-    parts = {index: BYTES[: 2 if kv_dtype is None or kinds[index].window else 4] for index in with_kv}
-    names = {f"{index}.{name}" for index, each in parts.items() for name in each}
-    states = _states(path, meta, tensors, kinds)
-    names |= {f"{index}.{name}" for index, each in states.items() for name in each}
+    if meta.pop("sum", None) != _sum(meta, tensors):
+        raise ValueError(f"{path} is not as save() wrote it: tensors or metadata were changed. Compute it again.")
+    kv_dtype = meta["kv_dtype"] or None
+    parts = {i: BYTES[: 2 if kv_dtype is None or kind.window else 4] for i, kind in enumerate(kinds) if kind.has_kv}
+    states: dict[int, dict[str, torch.Tensor]] = {index: {} for index, kind in enumerate(kinds) if kind.states}
+    for name in tensors:
+        index, _, part = name.partition(".")
+        if part.startswith(("conv.", "recurrent.")) and int(index) in states:
+            states[int(index)][part] = tensors[name]
+    names = {f"{index}.{name}" for each in (parts, states) for index, own in each.items() for name in own}
     if wrong := sorted(tensors.keys() ^ names):
-        raise ValueError(f"{path} needs K and V of {len(with_kv)} layers; missing or extra: {', '.join(wrong)}.")
-    counted = re.match(r'\{"0": ([1-9]\d{0,8})', meta.get("seen", ""))
-    seen = int(counted[1]) if counted else 0
-    if not seen or meta["seen"] != _counts(seen, len(kinds)):
-        raise ValueError(
-            f"{path} has {meta.get('seen')!r:.100} for the tokens seen by each layer, and should have one number, 1 or more, for "
-            f"each of {len(kinds)}. Compute it again."
-        )
+        raise ValueError(f"{path} needs K and V of {len(parts)} layers; missing or extra: {', '.join(wrong)}.")
     held = {index: tuple(tensors[f"{index}.{name}"] for name in each) for index, each in parts.items()}
-    pairs = {index: _plain(path, index, *each) if len(each) == 4 else (each[0], each[1]) for index, each in held.items()}
-    if pairs:
-        _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
-    rows = len(next(iter(pairs.values()))[0] if pairs else next(iter(states[0].values())))
-    if other := {len(state) for each in states.values() for state in each.values()} - {rows}:
-        raise ValueError(f"{path} has states of {other.pop()} rows, and others of {rows}. Compute it again.")
-    return seen, kv_dtype, held, states
+    dtypes, dtype = (
+        {x.dtype for each in held.values() for x in each[-1 if len(each) == 4 else 0 :]},
+        getattr(model, "dtype", None),
+    )
+    if dtype is not None and dtypes and dtype not in dtypes:  # under autocast, K or V may have another dtype
+        words = " and ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"{path} holds {words}, and the model runs in {dtype}; load the model in {words}, or compute it again.")
+    return int(meta["seen"]), kv_dtype, held, states
 
 
-def _plain(
-    path: str | Path, index: int, keys: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, centre: torch.Tensor
-) -> Pair:
-    """Tensors of the shapes and the dtype of these K and V as a model computes them. Raises ValueError unless all four are those
-    of a layer in 8 bits."""
-    kinds = keys.dtype, values.dtype, scales.dtype
-    right = kinds == (torch.uint8, torch.uint8, torch.int32) and keys.dim() == values.dim() == 4
-    if not right or scales.shape != (*keys.shape[:3], 1) or centre.shape != (*keys.shape[:2], 1, keys.shape[3]):
-        shapes = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in (keys, values, scales, centre))
-        raise ValueError(
-            f"{path} has keys, values, scales and a centre of {shapes} in layer {index}, and needs (rows, KV heads, tokens, "
-            "width) in torch.uint8 twice, (rows, KV heads, tokens, 1) in torch.int32 and (rows, KV heads, 1, width). Compute it "
-            "again."
-        )
-    return centre.expand(keys.shape), centre[..., :1].expand(values.shape)
-
-
-def _name(part: Part) -> str:
-    return f"{part.layer}.{part.name}"
-
-
-def _sizes(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, str]:
-    """Shape and dtype of tensors, as a file has them."""
-    return {name: f"{[*tensors[name].shape]} {tensors[name].dtype}" for name in names}
-
-
-def _states(
-    path: str | Path, meta: dict[str, str], tensors: dict[str, torch.Tensor], kinds: Sequence[hf.Kind]
-) -> dict[int, dict[str, torch.Tensor]]:
-    """The states of each layer that has some, by their names. Raises ValueError unless they are those that were written."""
-    found = sorted(name for name in tensors if re.fullmatch(r"\d+\.(conv|recurrent)\.\d+", name))
-    held: dict[int, dict[str, torch.Tensor]] = {index: {} for index, kind in enumerate(kinds) if kind.states}
-    for name in found:
-        index, _, state = name.partition(".")
-        held.setdefault(int(index), {})[state] = tensors[name]
-    now, then = {*_sizes(tensors, found).items()}, meta.get("states", "{}")
-    if then != json.dumps(dict(sorted(now))) or [*held] != [index for index, kind in enumerate(kinds) if kind.states]:
-        raise ValueError(
-            f"{path} needs the recurrent states of each layer with the shapes and dtypes that were saved: {then:.200}; it has "
-            f"{dict(sorted(now))!s:.200}. Compute it again."
-        )
-    return held
-
-
-def _counts(seen: int, layers: int) -> str:
-    return json.dumps({str(index): seen for index in range(layers)})
+def _sum(meta: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """A digest of the metadata and of the names, shapes and dtypes of the tensors."""
+    sizes = [f"{name} {[*tensors[name].shape]} {tensors[name].dtype}" for name in sorted(tensors)]
+    return hashlib.blake2b(json.dumps([dict(sorted(meta.items())), sizes]).encode(), digest_size=16).hexdigest()
 
 
 def _refuse_special(path: str | Path) -> None:
@@ -211,7 +163,7 @@ def _describe(model: ModelOrConfig) -> str:
 
 
 def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) -> None:
-    if meta.get("format") not in READ:
+    if meta.get("format") != FORMAT:
         raise ValueError(f"{path} has format {meta.get('format')!r}, and this version reads {FORMAT!r}. Compute it again.")
     try:
         saved = json.loads(meta.get("config", ""))
@@ -226,35 +178,3 @@ def _check_meta(path: str | Path, meta: dict[str, str], model: ModelOrConfig) ->
                 f"{path} was saved for a model with {name}={saved.get(name)!r}, and this one has {name}={wanted.get(name)!r}: "
                 "its K and V do not match. Compute it again with this model."
             )
-
-
-def _check_pairs(path: str | Path, pairs: dict[int, Pair], least: list[int], seen: int, model: ModelOrConfig) -> None:
-    """Raise ValueError unless K and V are as the configuration and `seen` say, in all layers with the rows and dtypes of the
-    first. least: the number of tokens that each layer keeps of so many."""
-    first = min(pairs)
-    rows, dtypes, shapes = pairs[first][0].shape[:1], [x.dtype for x in pairs[first]], _shapes(model)
-    for index, (keys, values) in pairs.items():
-        right = keys.dim() == values.dim() == 4 and 0 not in keys.shape[:2] and keys.shape[:3] == values.shape[:3]
-        right = (
-            right and keys.shape[:1] == rows and [keys.dtype, values.dtype] == dtypes and least[index] <= keys.shape[2] <= seen
-        )
-        if not right or (shapes is not None and shapes[index] != (keys.shape[1], keys.shape[3], values.shape[3])):
-            sizes = "" if shapes is None else ", of {} KV heads, a key of {} and a value of {}".format(*shapes[index])
-            raise ValueError(
-                f"{path} has keys {tuple(keys.shape)} in {keys.dtype} and values {tuple(values.shape)} in {values.dtype} in "
-                f"layer {index}, and needs (rows, KV heads, tokens, width){sizes}, with the rows and dtypes of layer {first} and "
-                f"{least[index]} to {seen} tokens. Compute it again."
-            )
-    dtype, held = getattr(model, "dtype", None), " and ".join(sorted(map(str, {*dtypes})))
-    if dtype is not None and dtype not in dtypes:  # under autocast, K or V may have another dtype
-        raise ValueError(f"{path} holds {held}, and the model runs in {dtype}; load the model in {held}, or compute it again.")
-
-
-def _shapes(model: ModelOrConfig) -> list[tuple[int, int, int]] | None:
-    """(KV heads, width of a key, of a value) of each layer; None if the configuration has other fields for these."""
-    config = config_of(model)
-    usual = {"head_dim", "num_key_value_heads"}
-    words = ("head_dim", "key_value_head", "kv_head", "value_dim", "multi_query", "lora_rank")
-    if any(word in name for name in vars(config.get_text_config(decoder=True)) if name not in usual for word in words):
-        return None
-    return [(shape.num_kv_heads, shape.head_dim, shape.value_dim) for shape in hf.layer_shapes(config)]
