@@ -113,7 +113,7 @@ def test_a_file_with_other_states_is_refused(change, tmp_path):
         "layer": {"1.recurrent.0": state},
     }
     save_file(tensors | new.get(change, {}), path, metadata)
-    with pytest.raises(ValueError, match="is not as save.. wrote it"):
+    with pytest.raises(ValueError, match=r"is not as save\(\) wrote it"):
         PreallocatedCache.load(path, model)
 
 
