@@ -498,7 +498,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("options, sentence", MISTAKES)
+@pytest.mark.parametrize("options, sentence", slow_unless(lambda case: "tasks" not in case[0] or not case[0]["tasks"], MISTAKES))
 def test_mistakes_are_refused_before_the_run(tiny, small, options, sentence):
     with pytest.raises(ValueError, match=sentence):
         evaluate(*tiny, **{"tasks": ["small_text"], "include_path": [small], **options})

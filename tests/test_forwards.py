@@ -647,16 +647,16 @@ def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
     llama = tiny("llama", max_position_embeddings=4096)
     ids = torch.randint(2, 128, (1, length), generator=torch.Generator().manual_seed(1))
     cut = length // 3
-    want = [generate(llama, {"input_ids": each}) for each in (ids, ids[:, :cut])]
+    want = generate(llama, {"input_ids": ids}, max_new_tokens=4)
     with hf_fastattn.patch(llama) as patch:
         patch._graphs.most = 2048
         for _ in range(4):
-            assert torch.equal(generate(llama, {"input_ids": ids}), want[0])
+            assert torch.equal(generate(llama, {"input_ids": ids}, max_new_tokens=4), want)
         assert tokens_of_graphs(patch) == {1, 1024}
         for _ in range(3):  # the rest of the text as a message
             cache = first_token(llama, {"input_ids": ids[:, :cut]})
             cache.crop(cut - cache.get_seq_length())
-            assert torch.equal(generate(llama, {"input_ids": ids}, past_key_values=cache), want[0])
+            assert torch.equal(generate(llama, {"input_ids": ids}, past_key_values=cache, max_new_tokens=4), want)
     assert not patch.reasons
 
 
@@ -699,14 +699,14 @@ def python_calls(function) -> int:
 def test_the_python_of_a_call_hardly_grows_with_the_number_of_layers(monkeypatch, inputs):
     found = []
     monkeypatch.setattr(fake_graph.RecordedGraph, "replay", lambda self: None)  # which runs each operation from Python
-    for layers in (2, 12):
+    for layers in (2, 6):
         model = tiny("llama", num_hidden_layers=layers)
         with hf_fastattn.patch(model) as patch, torch.no_grad():
             for _ in range(4):
                 generate(model, inputs, max_new_tokens=2)
             found.append(python_calls(lambda model=model: generate(model, inputs, max_new_tokens=2)))
             assert patch.captures == 2 and patch.replays == 7
-    assert found[1] - found[0] <= 10 * 20
+    assert found[1] - found[0] <= 4 * 20
 
 
 def test_a_change_of_the_model_counts_once_however_many_graphs_it_ends(llama, inputs):
@@ -725,7 +725,7 @@ BIDIRECTIONAL = [
 ]
 
 
-@pytest.mark.parametrize("kind, own", BIDIRECTIONAL)
+@pytest.mark.parametrize("kind, own", slow_unless(BIDIRECTIONAL[2].__eq__, BIDIRECTIONAL))
 def test_prompts_whose_tokens_see_later_ones_are_not_read_by_a_graph(kind, own):
     model, options = tiny(kind, **own), {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
     texts = [prompts("no_padding", "cpu", rows=2, length=length) for length in (90, 70, 70, 80)]

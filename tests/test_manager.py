@@ -6,11 +6,13 @@ import asyncio
 import gc
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
+from calls import At
 from models import tiny
-from test_batch import Interrupts, alone, options, prompts, ragged, sizes
+from test_batch import alone, options, prompts, ragged, sizes
 from transformers import LogitsProcessor
 
 import hf_fastattn
@@ -145,8 +147,7 @@ def test_a_model_that_changes_in_a_pause(model):
 def test_errors_and_other_calls(model):
     text = prompts(20)[0]
     expected = alone(model, [text])[0]
-    fails = Interrupts()
-    fails.error = ZeroDivisionError("of the user")
+    fails = At(4, Mock(side_effect=ZeroDivisionError("of the user")))
     with model.init_continuous_batching(options(), sizes(), logits_processor=[fails]) as manager:
         assert manager.get_result(manager.add_request(text)).error == "ZeroDivisionError: of the user"
         manager.join()

@@ -2,11 +2,13 @@
 
 import dataclasses
 from functools import partial
+from itertools import product
 
 import models
 import pytest
 import torch
 from calls import attention
+from cases import slow_unless
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -72,13 +74,16 @@ def test_gradients_are_those_of_eager(padding, family, device):
         check(model, padding, use_cache)
 
 
-@pytest.mark.parametrize("padding, compiled", [("no_padding", False), ("holes", False), ("left_padding", True)])
+BOTH_SIDES = [("no_padding", False), ("holes", False), ("left_padding", True)]
+
+
+@pytest.mark.parametrize("padding, compiled", slow_unless(lambda case: not case[1], BOTH_SIDES))
 def test_an_encoder_with_windows_on_both_sides(padding, compiled, device):
     own = {"local_attention": 16, "global_attn_every_n_layers": 2}
     check(models.tiny("modernbert", device=device, auto=AutoModelForMaskedLM, **own).train(), padding, compiled=compiled)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_unless(False.__eq__, [False, True]))
 def test_packed_sequences_of_an_encoder(compiled, device):
     own = {"local_attention": 5, "global_attn_every_n_layers": 2}
     model = models.tiny("modernbert", device=device, auto=AutoModelForMaskedLM, **own)
@@ -105,7 +110,7 @@ def test_every_exact_backend_trains(name, device):
 RESTARTED = [("gpt_oss", False), *((family, compiled) for family in ("llama", "qwen2") for compiled in (False, True))]
 
 
-@pytest.mark.parametrize("family, compiled", RESTARTED)
+@pytest.mark.parametrize("family, compiled", slow_unless(lambda case: not case[1], RESTARTED))
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_positions_that_restart(use_cache, compiled, family, device):
     positions = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])[None].to(device)
@@ -165,9 +170,12 @@ def test_selective_checkpointing_runs_the_forward_once(device):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("compiled", ["aot_eager", "eager"])  # "eager" has no graph of the backward pass: the op gets the mask
-@pytest.mark.parametrize("family, padding", [("llama", "left_padding"), ("llama", "no_padding"), ("gpt_oss", "left_padding")])
-def test_compiled(family, padding, compiled, device):
+COMPILED = product(("aot_eager", "eager"), [("llama", "left_padding"), ("llama", "no_padding"), ("gpt_oss", "left_padding")])
+COMPILED = [(compiled, *case) for compiled, case in COMPILED]  # "eager" has no graph of the backward pass: the op gets the mask
+
+
+@pytest.mark.parametrize("compiled, family, padding", slow_unless([COMPILED[0], COMPILED[5]].__contains__, COMPILED))
+def test_compiled(compiled, family, padding, device):
     model = trainable(family, device)
     torch._dynamo.reset()
     if family == "gpt_oss":  # its experts break the graph with any attention
