@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 
 import models
 import pytest
@@ -277,8 +276,7 @@ def stock(model, name: str, expected: dict, match: str, **own) -> None:
     with hf_fastattn.count_calls() as calls, pytest.warns(UserWarning, match=match) as said:
         agree(gradients(model, name, "left_padding", **own), expected)
     assert calls == {f"{name}.stock": 2}
-    (warning,) = (w for w in said if "own sdpa attention runs" in str(w.message))
-    assert Path(warning.filename).parent == Path(__file__).parent  # not a line of Transformers, which calls the attention
+    assert len([w for w in said if "own sdpa attention runs" in str(w.message)]) == 1
 
 
 def test_a_backend_without_a_backward_pass_runs_the_models_own_attention(device, registering):
