@@ -222,7 +222,12 @@ def attempt(run) -> Cell:
 
 def _is_our_warning(warning) -> bool:
     text = str(warning.message)
-    ours = ("attn_implementation=", ".generate() ", " are not replaced, as ")  # at the line of the user
+    ours = (
+        "attn_implementation=",
+        ".generate() ",
+        " are not replaced, as ",
+        "The caches of hf_fastattn keep",
+    )  # at the line of the user
     return warning.filename.startswith(PACKAGE) or any(words in text for words in ours)
 
 

@@ -6,6 +6,7 @@ import itertools
 from contextlib import nullcontext
 
 import fake_graph
+import models
 import oracle
 import pytest
 import test_forms
@@ -312,9 +313,10 @@ def test_other_attention_gets_plain_k_and_v(llama):
                 assert torch.equal(generate(llama, inputs, max_new_tokens=6, past_key_values=cache), expected), name
     llama.set_attn_implementation("lean")
     hf.warn_once.cache_clear()
-    with pytest.warns(UserWarning, match="does not belong to a patched model"):
+    with pytest.warns(UserWarning, match="does not belong to a patched model") as said:
         cache = PreallocatedCache(llama, kv_dtype="int8")
         assert torch.equal(generate(llama, inputs, max_new_tokens=6, past_key_values=cache), expected)
+    assert {warning.filename for warning in said if "in 8 bits" in str(warning.message)} == {models.__file__}  # has generate()
 
 
 def test_a_cache_of_the_caller_keeps_its_dtype(monkeypatch, llama):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import transformers
 
+from .messages import warn as warn
+from .messages import warn_once as warn_once
 from .version import check_version as check_version
-from .version import warn_once as warn_once
 
 VERSION = transformers.__version__
 check_version(VERSION)

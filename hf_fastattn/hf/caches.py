@@ -14,8 +14,9 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig, __version__, cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from .messages import warn_once
 from .source import modeling_source
-from .version import number_of, warn_once
+from .version import number_of
 
 OTHERS = "use a DynamicCache"
 CACHE = "cache" if number_of(__version__) >= (5, 24) else "past_key_values"  # the argument and the output of models

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from functools import cache
 
 OLDEST, NEWEST = (5, 17), (5, 24)
 
@@ -12,11 +11,6 @@ OLDEST, NEWEST = (5, 17), (5, 24)
 def number_of(version: str) -> tuple[int, ...]:
     """(major, minor)"""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-
-
-@cache
-def warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
 
 
 def check_version(version: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from .. import hf
 from ..kernels.ahead import archive, describe, locks, server
 from ..kernels.ahead.describe import Kernel
-from ..report.warn import warn
 from . import warm
 
 
@@ -94,7 +92,7 @@ def begin(model: hf.PreTrainedModel, lazily: bool, page: int = 0) -> Ahead | Non
     if lazily:
         return None
     if (reason := server.why_not()) is not None:
-        _warn_once(f"Kernels are compiled at their first launch, as {reason}.")
+        hf.warn_once(f"Kernels are compiled at their first launch, as {reason}.")
         return None
     try:
         recipe = warm.Recipe.of(model, batch=page)
@@ -103,9 +101,6 @@ def begin(model: hf.PreTrainedModel, lazily: bool, page: int = 0) -> Ahead | Non
     made = Ahead(recipe)
     weakref.finalize(model, made.close)
     return made
-
-
-_warn_once = functools.cache(warn)
 
 
 _VOLATILE = {

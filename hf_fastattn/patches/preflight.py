@@ -11,7 +11,6 @@ from .. import hf, registry
 from ..caches import eight_bits
 from ..caches.linear import check_kinds
 from ..context_parallel import Shares
-from ..report.warn import warn
 from ..streaming import Settings
 
 ALONE = 'model.set_attn_implementation("lean") changes its attention alone, if its code lets it.'
@@ -108,7 +107,7 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
     if reason := hf.unpacked(model):
-        warn(f"The linear layers of this {name} are not replaced, as {reason}.")
+        hf.warn(f"The linear layers of this {name} are not replaced, as {reason}.")
 
 
 def check_peer_memory(model: hf.PreTrainedModel, fused_graphs: bool) -> None:

@@ -9,7 +9,6 @@ import torch
 
 from ... import hf
 from ...caches.contract import Storage
-from ...report.warn import warn
 from ..graphs import policy
 from ..graphs.entry import KEEP, PADDED, Inputs, unpaddable
 from ..graphs.policy import NEVER, SIZES, most_tokens, nearest
@@ -47,7 +46,7 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
             if "no memory" in str(error):
                 graphs.late = False
                 name = type(forwards.model).__name__
-                warn(f"{name}.generate() captures no more graphs after its replies: {error}.")
+                hf.warn(f"{name}.generate() captures no more graphs after its replies: {error}.")
         finally:
             graphs.replays = replays
             graphs.budget = max(0.0, graphs.budget - (time.perf_counter() - now))

@@ -20,7 +20,6 @@ from ... import hf
 from ...attention.step import Unpackable
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
-from ...report.warn import warn
 from ..graphs.entry import KEEP, Entry, Inputs, grows, unpaddable
 from ..graphs.graphs import DecodeGraphs, why_not_read
 from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_tokens, nearest, several, tokens_in
@@ -226,7 +225,7 @@ class Forwards:
                 why = graphs.unpackable[state] = str(error)
         if padded and why not in graphs.padded:
             graphs.padded.append(why)
-            warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.")
+            hf.warn(f"{type(self.model).__name__}.generate() reads the padding of prompts: {why}.")
         return None
 
     def _step(self, cache: StoredCache, ids: torch.Tensor, given: Inputs, size: int) -> Any:
@@ -284,7 +283,7 @@ class Forwards:
             )
         if graphs.own is None:
             graphs.own = own
-            warn(
+            hf.warn(
                 f"{type(self.model).__name__}.generate() captures its steps anew in each call: they run {own}, which is of no "
                 "installed package and may read anything. patch(keep_graphs=True) keeps the graphs, if nothing that it reads "
                 "changes."

@@ -20,7 +20,6 @@ import torch
 from ... import hf
 from ...caches import forward
 from ...context_parallel import Shares
-from ...report.warn import warn
 from ...streaming import Settings, refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
@@ -148,7 +147,7 @@ class Generation:
     def say(self, reason: str) -> None:
         if reason not in self.reasons:
             self.reasons.append(reason)
-            warn(f"{type(self._model()).__name__}.generate() runs uncaptured: {reason}.")
+            hf.warn(f"{type(self._model()).__name__}.generate() runs uncaptured: {reason}.")
 
     # ---- the methods that generate() calls ----
 

@@ -1,5 +1,6 @@
 """Warnings at the line of the user."""
 
+import functools
 import os
 import sys
 import warnings
@@ -16,3 +17,8 @@ def warn(text: str) -> None:
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    warn(text)
