@@ -116,10 +116,8 @@ def read(
     if wrong := sorted(tensors.keys() ^ names):
         raise ValueError(f"{path} needs K and V of {len(parts)} layers; missing or extra: {', '.join(wrong)}.")
     held = {index: tuple(tensors[f"{index}.{name}"] for name in each) for index, each in parts.items()}
-    dtypes, dtype = (
-        {x.dtype for each in held.values() for x in each[-1 if len(each) == 4 else 0 :]},
-        getattr(model, "dtype", None),
-    )
+    dtype = getattr(model, "dtype", None)
+    dtypes = {x.dtype for each in held.values() for x in each[-1 if len(each) == 4 else 0 :]}  # of 8 bits, the centre's
     if dtype is not None and dtypes and dtype not in dtypes:  # under autocast, K or V may have another dtype
         words = " and ".join(sorted(map(str, dtypes)))
         raise ValueError(f"{path} holds {words}, and the model runs in {dtype}; load the model in {words}, or compute it again.")
