@@ -8,17 +8,16 @@ written out in the model's dtype. So are they for attention of other code. Layer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from .. import hf, registry
+from .. import hf
 from ..attention.step import EAGER, Step
 from ..hf import Kind
 from ..kernels import eight_bits
 from ..kernels.spec import KV
 from . import states
-from .buffers import UNKNOWN, Pair, Part, describe, layout, refuse_gradient, selected
+from .buffers import UNKNOWN, Pair, Part, refuse_gradient, selected
 from .layers import Layer, Track
 from .storage import PreallocatedStorage
 
@@ -118,19 +117,11 @@ class ByteLayer(Layer):
         track, q_len = self.track, key_states.shape[2]
         step = track.step
         if step is not None and step.mode != EAGER:
-            self.mark_written(step)
-            held = self.kv
-            if [*map(layout, held)] != [layout(key_states), layout(value_states)]:
-                raise RuntimeError(f"layer {self.index} holds K and V of {describe(*held)}")
             kv = self.stored(track.capacity)
-            append(kv, key_states, value_states, track.counts[:1], step.live(q_len))
+            self.append(step, kv, key_states, value_states)
             return self._given(kv, step)
         refuse_gradient(key_states, value_states)
-        self.check(key_states, value_states)
-        self.make_room(q_len)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        track.stale = True
+        self.prepare(q_len, key_states, value_states)
         first, whole = self.seen == 0, self.stored(track.capacity)
         if first:
             self.centre.copy_(_mean(key_states, None if step is None else step.plan))
@@ -143,7 +134,7 @@ class ByteLayer(Layer):
 
     def _given(self, kv: KV, step: Step | None) -> Pair:
         """K and V for attention: as they are stored, if it is of this package; otherwise written out."""
-        if step is not None and _is_ours(step):
+        if step is not None and self.finds_kv(step):
             step.kv = kv
             return kv.k, kv.v
         if not torch.compiler.is_compiling():
@@ -152,12 +143,6 @@ class ByteLayer(Layer):
                 "that does not belong to a patched model reads them. Call hf_fastattn.patch(model), or leave out kv_dtype=."
             )
         return eight_bits.widened(kv, self.centre.dtype).plain()
-
-
-def _is_ours(step: Step) -> bool:
-    """Whether the attention of a forward finds `step.kv`: that of a patched model, which is not compiled."""
-    config: Any = None if step.model is None else step.model.config
-    return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
 
 
 def _mean(x: torch.Tensor, mask: object) -> torch.Tensor:

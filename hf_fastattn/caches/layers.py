@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from .. import registry
 from ..attention import step as steps
 from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Packed, Step
 from ..hf import Kind
@@ -228,28 +229,18 @@ class Layer(Replaceable):
         track = self.track
         step = track.step
         if step is not None and step.mode != EAGER:
-            from ..kernels.decode.append import append
-
-            self.mark_written(step)
             keys, values = self.kv
-            if (layout(keys), layout(values)) != (layout(key_states), layout(value_states)):
-                raise RuntimeError(f"layer {self.index} holds K and V of {describe(keys, values)}")
-            append(KV(keys, values), key_states, value_states, track.counts[:1], step.live(key_states.shape[2]))
+            self.append(step, KV(keys, values), key_states, value_states)
             return keys, values
         refuse_gradient(key_states, value_states)
         if step is not None and step.packed is not None:
             self.scatter(step.packed, key_states, value_states)
             return key_states, value_states
-        self.check(key_states, value_states)
         q_len = key_states.shape[2]
-        if self.seen - self.base + q_len > track.capacity:
-            self.make_room(q_len)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        self.prepare(q_len, key_states, value_states)
         keys, values = self.kv
         start, old = self.slots, track.kind.sees(self.seen)
         stop = start + q_len
-        track.stale = True
         if stop <= track.capacity:
             keys[:, :, start:stop].copy_(key_states)
             values[:, :, start:stop].copy_(value_states)
@@ -261,15 +252,29 @@ class Layer(Replaceable):
         self.base = self.seen - keep
         return keys, values
 
+    def append(self, step: Step, kv: KV, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Store the tokens of a captured step, at the slot that the device has counted."""
+        from ..kernels.decode.append import append  # with Triton
+
+        self.mark_written(step)
+        if [*map(layout, self.kv)] != [layout(key_states), layout(value_states)]:
+            raise RuntimeError(f"layer {self.index} holds K and V of {describe(*self.kv)}")
+        append(kv, key_states, value_states, self.track.counts[:1], step.live(key_states.shape[2]))
+
+    def prepare(self, q_len: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Have buffers with room for `q_len` more tokens of this shape, (batch, num_kv_heads, any, head_dim)."""
+        self.check(key_states, value_states)
+        self.make_room(q_len)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.track.stale = True
+
     def scatter(self, packed: Packed, *states: torch.Tensor) -> None:
         """Store K and V (1, num_kv_heads, tokens, head_dim) of prompts that are read as one row where their rows have them. The
         slots of padding are zero: attention multiplies them by zero."""
         track, width = self.track, packed.width
         padded = [x.expand(packed.rows, -1, -1, -1) for x in states]
-        self.check(padded[0], padded[1])
-        self.make_room(width)
-        if not self.is_initialized:
-            self.lazy_initialization(padded[0], padded[1])
+        self.prepare(width, *padded)
         keep = width if width <= track.capacity else track.kept(width)
         place = packed.place(self.device, keep)
         for buffer, x in zip(self.buffers, self.joined(*states), strict=True):
@@ -278,7 +283,6 @@ class Layer(Replaceable):
             if packed.source is not None:
                 selected(buffer, packed.source, keep)
         self.seen, self.base = width, width - keep
-        track.stale = True
         packed.stored += 1
 
     def mark_written(self, step: Step) -> None:
@@ -368,6 +372,11 @@ class Layer(Replaceable):
         self.pending = None
         self.seen = self.base = 0
         self.track.stale = True
+
+    def finds_kv(self, step: Step | None) -> bool:
+        """Whether attention finds `step.kv`: that of a patched model, which is not compiled."""
+        config: Any = None if step is None or step.model is None else step.model.config
+        return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
 
     def why_not_crop(self, tokens: int) -> str | None:
         if reason := self.why_half():

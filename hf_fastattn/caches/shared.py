@@ -68,11 +68,7 @@ class SharedLayer(Layer):
         refuse_gradient(key_states, value_states)
         heads = shares.kv_heads(self.index, key_states.shape[1])
         like = [x[:, :1, :0].expand(-1, heads, -1, -1) for x in (key_states, value_states)]
-        self.check(like[0], like[1])
-        self.make_room(q_len)
-        if not self.is_initialized:
-            self.lazy_initialization(like[0], like[1])
-        track.stale = True
+        self.prepare(q_len, *like)
         seen = self.seen
         self.seen += q_len
         if seen and q_len <= FEW:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import hf, registry
+from .. import hf
 from ..attention.step import EAGER, Packed, Step
 from ..kernels.spec import KV
 from .buffers import UNKNOWN, Pair, describe, layout
@@ -141,14 +141,9 @@ class TableLayer(Layer):
         for pool in self.buffers:
             pool[target] = pool[source]
 
-    def _is_read(self, step: Step | None) -> bool:
-        """Whether attention finds pages: that of a patched model, which is not compiled."""
-        config: Any = None if step is None or step.model is None else step.model.config
-        return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
-
     def _given(self, kv: KV, step: Step | None, tokens: int) -> Pair:
         """K and V for attention: in pages if it is of this package, otherwise a copy."""
-        if step is not None and self._is_read(step):
+        if step is not None and self.finds_kv(step):
             rows, _, kv_len, _, _ = kv.sizes
             keys, values = (x.expand(rows, -1, kv_len, -1) for x in self.nothing)
             step.kv, step.shown, step.shown_tokens = kv, (keys, values), tokens
@@ -163,7 +158,7 @@ class TableLayer(Layer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         step = self.track.step
-        if self.track.mode == EAGER and self.seen and self._is_read(step):
+        if self.track.mode == EAGER and self.seen and self.finds_kv(step):
             size = self.owner.pages.size
             return -(-(self.seen + query_length) // size) * size, 0
         return super().get_mask_sizes(query_length)
