@@ -39,7 +39,7 @@ SOURCES := tests/test_smollm2.py tests
 # Tests of kernels, which run interpreted. pytest reads the variable when it begins, so they are a run of their own; the deselected
 # test would only start a process for some of them.
 KERNELS := tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_linears.py tests/test_small_layers.py \
-	tests/test_merged.py tests/test_experts.py tests/test_route.py tests/test_shares.py \
+	tests/test_merged.py tests/test_experts.py tests/test_route.py \
 	tests/test_exchange_kernels.py tests/test_ranks_sums.py tests/test_training_kernels.py tests/test_dropout.py \
 	tests/test_paged_kernels.py tests/test_linear_layers.py tests/test_sample.py \
 	tests/test_linear.py::test_the_kernel_of_a_step_is_its_specification \

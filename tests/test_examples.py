@@ -99,7 +99,7 @@ def test_code_of_a_page(path, folder, tmp_path, monkeypatch, capsys, registering
     tokenizer = AutoTokenizer.from_pretrained(folder)
     names = {"model": model, "tokenizer": tokenizer, "inputs": tokenizer("Attention is", return_tensors="pt")}
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
-        if "from trl " in block:  # test_packed_training.py runs it
+        if "from trl " in block:  # test_training.py runs it
             continue
         exec(block.replace(NAME, folder).replace("cache=cache", f"{hf.CACHE}=cache"), names)
     assert "False" not in capsys.readouterr().out

@@ -850,3 +850,18 @@ def test_a_constant_number_of_splits_makes_rows_independent_of_their_batch(kerne
     assert torch.equal(alone, together[1:2])
     assert torch.equal(alone, call(partial(split_kv, splits=8), q[1:2], *longer, short))
     assert not torch.equal(call(partial(split_kv, splits=1), q, k, v, span)[1:2], alone)  # other sums have other rounding errors
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="with TRITON_INTERPRET=1")
+@pytest.mark.parametrize("given, programs", [(None, (6, 2, 1)), (2, (21, 2, 1))])
+def test_rows_of_fixed_splits_share_a_program_unless_the_number_of_splits_is_given(given, programs, monkeypatch):
+    """With a number of splits, the bits of a row must not depend on the batch, which determines the rows of a program."""
+    monkeypatch.setattr(gpu, "num_sms", lambda device: 2)
+    q = torch.randn(1, 6, 7, 32)
+    kv = KV(*(torch.randn(1, 2, 300, 32) for _ in range(2)))
+    plan = split_kv._prepare.__wrapped__((q, *kv.tensors, None, None, None), kv.form, Spec(), True, given)
+    assert plan.launches.then.grid == programs
+    out, lse = plan.run(q, kv, Spec(), None, None, q, True)
+    want, want_lse = reference.attention(q, kv, Spec(), return_lse=True)
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)

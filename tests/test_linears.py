@@ -4,10 +4,12 @@ import copy
 import pickle
 import re
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from calls import DEVICE, captured, runs_kernels
+from cases import slow_unless
 from models import tiny
 from small_layers import Launches, small_model
 from test_fuse import Wrapped
@@ -181,8 +183,7 @@ PER_LAYER = {"llama": (1, 1, 2), "qwen2": (1, 1, 2), "gemma2": (1, 1, 2), "phi":
 
 
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("family", PER_LAYER)
+@pytest.mark.parametrize("family, tokens", slow_unless([("llama", 3), ("phi", 1)].__contains__, product(PER_LAYER, (1, 3))))
 def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
     model = tiny(family, **({"num_key_value_heads": 4} if family == "phi" else {})).to(DEVICE, torch.float16)
     ids = torch.arange(1, tokens + 1, device=DEVICE)[:, None]
@@ -273,9 +274,11 @@ def fused_for_graphs(model):
     return [module for modules in (*found, projections.join(model), residual.join(model)) for module in modules]
 
 
+RESIDUAL = product(["llama", "qwen3", "gemma2"], [1, 2])
+
+
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family, tokens", slow_unless([("llama", 2), ("gemma2", 1)].__contains__, RESIDUAL))
 def test_the_layer_before_a_residual_connection_adds(family, tokens, linear_calls):
     """Gemma 2 has norms in between."""
     stock = tiny(family).to(DEVICE, torch.float16)
@@ -302,8 +305,7 @@ AFTER = {
 
 
 @runs_kernels
-@pytest.mark.parametrize("tokens", [1, 2])
-@pytest.mark.parametrize("family", AFTER)
+@pytest.mark.parametrize("family, tokens", slow_unless([("opt", 1), ("phi", 2)].__contains__, product(AFTER, (1, 2))))
 def test_linear_layers_compute_the_operations_after_them(family, tokens, linear_calls):
     model, ids = small_model(family, DEVICE).half(), torch.arange(1, tokens + 1, device=DEVICE)[None]
     fused_for_graphs(model)

@@ -9,6 +9,7 @@ import model_table
 import pytest
 import torch
 from calls import as_kernel, attention
+from cases import slow_unless
 from models import tiny
 
 from hf_fastattn import kernels, registry
@@ -28,7 +29,16 @@ def recorded(monkeypatch, device, one_thread):
         fake_graph.use(monkeypatch)
 
 
-@pytest.mark.parametrize("name", matrix.SHAPES)
+QUICK = (
+    "GptOssForCausalLM",
+    "Gemma4ForCausalLM@shared_kv",
+    "DeepseekV3ForCausalLM",
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+)
+
+
+@pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, matrix.SHAPES))
 def test_one_model_of_each_shape(recorded, device, name):
     row = run(name, device)
     assert "unbuilt" not in row, row["unbuilt"]
@@ -98,6 +108,7 @@ def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_det
     assert ignored.result == matrix.WRONG and "silently ignored" in ignored.said[0]
 
 
+@pytest.mark.slow
 def test_every_class_is_found_and_at_most_ten_cannot_be_built():
     found = every_model.find()
     asking = {module for module, source in every_model.sources().items() if "get_interface(" in source}

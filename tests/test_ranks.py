@@ -742,9 +742,7 @@ def test_the_end_of_a_process_on_this_host_is_noticed(monkeypatch):
 
 
 def test_every_call_says_that_the_store_has_ended():
-    def ended(*_):
-        raise RuntimeError("Connection reset by peer")
-
+    ended = Mock(side_effect=RuntimeError("Connection reset by peer"))
     store = types.SimpleNamespace(set=ended, check=ended, delete_key=ended)
     ours = types.SimpleNamespace(rank=1, ranks=[0, 1], store=store, call=exchange.Call(9), _mine=[(0, "0/1/1")], broken=None)
     for name in ("begin", "end", "failed", "_of", "_read", "_set", "_killed"):
@@ -883,21 +881,12 @@ def test_an_error_that_some_ranks_share_does_not_hide_the_rank_that_has_ended():
 @pytest.mark.parametrize("communicates", [True, False])
 def test_a_rank_whose_step_stopped_does_not_wait_long(communicates):
     """The others may be blocked in a collective, or in a capture that waits for this rank."""
-    limits = []
-
-    def gather(what, mine, limit):
-        limits.append(limit)
-        raise RuntimeError("Rank 1 did not reach it")
-
-    def stops():
-        raise ArithmeticError("of the test")
-
-    both = ranks.Ranks.__new__(ranks.Ranks)
-    both.exchange = types.SimpleNamespace(gather=gather)
-    for body in (stops, int):
+    both, gather = ranks.Ranks.__new__(ranks.Ranks), Mock(side_effect=RuntimeError("Rank 1 did not reach it"))
+    both.exchange = types.SimpleNamespace(gather=lambda what, mine, limit: gather(limit))
+    for body in (fail, int):
         with pytest.raises(RuntimeError):
             both.attempt(lambda run: run(), body, communicates)
-    assert limits == [ranks.STOPPED, None]
+    assert [call.args for call in gather.call_args_list] == [(ranks.STOPPED,), (None,)]
 
 
 def test_the_exit_of_a_process_waits_for_an_abort(monkeypatch):
@@ -956,13 +945,9 @@ def test_memory_is_shared_by_gpus_that_see_each_other_over_nvlink(monkeypatch):
 
 def fail_in_a_layer(rank: int) -> str:
     scene = Scene(rank)
-
-    def fail(*args):
-        raise MemoryError("for K and V")
-
     with hf_fastattn.patch(scene.model, "lean"):
         if rank:
-            vars(scene.model.model.layers[1].self_attn.q_proj)["forward"] = fail
+            vars(scene.model.model.layers[1].self_attn.q_proj)["forward"] = Mock(side_effect=MemoryError("for K and V"))
             generate(scene.model, scene.inputs)  # the process ends with its error
         return outcome(lambda: generate(scene.model, scene.inputs))
 
@@ -975,7 +960,11 @@ def test_a_rank_whose_collective_fails_learns_why(tmp_path):
     assert first.result == "RuntimeError: generate() ends on rank 0. Rank 1 failed during generate(): MemoryError: for K and V."
 
 
-def test_shared_memory_needs_a_shared_model_and_fused_graphs():
+def test_shared_memory_needs_a_shared_model_and_fused_graphs_and_heads_that_can_be_divided():
+    model = tiny("llama", num_key_value_heads=1)
+    model._tp_size, model._device_mesh = 2, None
+    with pytest.raises(ValueError, match="1 KV heads, which cannot be divided among 2 ranks"):
+        hf_fastattn.patch(model, "lean")
     for options in ({}, {"fuse": False}):
         with pytest.raises(ValueError, match="peer_memory=True is for a model that several ranks share"):
             hf_fastattn.patch(tiny("llama"), "lean", peer_memory=True, **options)
@@ -996,13 +985,6 @@ def test_all_ranks_look_up_a_table_in_the_same_way(monkeypatch, count, by_kernel
         parts.append(sums._lookup(collectives, table)(torch.arange(count)))
     assert bool(collectives.called) != by_kernels
     assert torch.equal(sum(parts), whole) if by_kernels else collectives.call_count == len(parts)
-
-
-def test_kv_heads_that_cannot_be_divided_are_refused():
-    model = tiny("llama", num_key_value_heads=1)
-    model._tp_size, model._device_mesh = 2, None
-    with pytest.raises(ValueError, match="1 KV heads, which cannot be divided among 2 ranks"):
-        hf_fastattn.patch(model, "lean")
 
 
 # ---- fused layers ----
