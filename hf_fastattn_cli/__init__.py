@@ -10,6 +10,7 @@ import functools
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         command, run, show = _parse(arguments)
     try:
-        return run() or 0
+        with warnings.catch_warnings():
+            warnings.showwarning = functools.partial(_show_warning, command, warnings.showwarning)
+            return run() or 0
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
@@ -104,6 +107,18 @@ def _options(
     """Options of the program itself."""
 
 
+def _show_warning(command: str, other: Callable[..., None], message: Warning, category: type, file: str, *rest: Any) -> None:
+    """Show a warning: of code of this project without the place in it, which is no line of the user."""
+    if _is_own(file):
+        print(f"hf-fastattn {command}: warning: {message}", file=sys.stderr)
+    else:
+        other(message, category, file, *rest)
+
+
+def _is_own(file: str) -> bool:
+    return any(Path(file).is_relative_to(folder) for folder in OWN)
+
+
 def _is_refusal(error: Exception) -> bool:
     """Whether an error reports a wrong request, as one that code of this package raises with `raise`. One that Python or torch
     raises in it is a fault, whose traceback is shown."""
@@ -112,6 +127,6 @@ def _is_refusal(error: Exception) -> bool:
     if no_memory or isinstance(error, (ImportError, OSError, MemoryError)):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if any(Path(last.filename).is_relative_to(folder) for folder in OWN):
+    if _is_own(last.filename):
         return (last.line or "").startswith("raise")
     return isinstance(error, ValueError)

@@ -57,6 +57,14 @@ def test_generate_prints_the_text_and_compares(capsys, folder, cache):
     assert "lean.decode 12 " in ours and "| all " in theirs  # two layers, six tokens: the prompt of three runs the decode kernel
 
 
+def test_warnings_are_sentences_without_a_place_in_the_code(capsys, folder):
+    hf.warn_once.cache_clear()
+    assert cli.main(["generate", folder, "--device", "cpu", "--tokens", "2", "--backend", "linear"]) == 0
+    said = capsys.readouterr().err
+    assert "hf-fastattn generate: warning: attn_implementation='linear' is not the model's softmax" in said
+    assert "UserWarning" not in said
+
+
 def test_kv_in_8_bits(capsys, folder):
     assert cli.main(["explain", "8b", "--gpu", "h100", "--kv-dtype", "int8"]) == 0
     assert "K/V stay in place in 8 bits (int8), an approximation" in capsys.readouterr().out
