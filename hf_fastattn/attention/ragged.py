@@ -7,6 +7,7 @@ mask function asks here for the mask of each kind of layer, and the attention fu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class Shared(NamedTuple):
     own: torch.Tensor
 
 
+@dataclass(eq=False)
 class Ragged:
     """The keys of each query of one forward.
 
@@ -41,20 +43,18 @@ class Ragged:
     and V, and of calls of attention. shared: what rows over pages share, if it is read once.
     """
 
-    def __init__(
-        self,
-        sizes: masks.Sizes,
-        build: Callable[[int | None], torch.Tensor],
-        pages: torch.Tensor,
-        slots: torch.Tensor,
-        ends: torch.Tensor | None = None,
-        shared: Shared | None = None,
-    ):
-        self.sizes, self.build, self.pages, self.slots, self.ends = sizes, build, pages, slots, ends
+    sizes: masks.Sizes
+    build: Callable[[int | None], torch.Tensor]
+    pages: torch.Tensor
+    slots: torch.Tensor
+    ends: torch.Tensor | None = None
+    shared: Shared | None = None
+    stored: int = 0
+    attended: int = 0
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # what attend() makes once in a step
+
+    def __post_init__(self) -> None:
         self.masks: dict[int | None, masks.Mask] = {}
-        self.stored = self.attended = 0
-        self.shared = shared
-        self.parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # what attend() makes once in a step
 
     def mask(self, pattern: tuple[bool, int | None] | None, sizes: masks.Sizes, made_for: masks.Names) -> masks.Mask:
         """The mask for layers of this pattern, (causal, window). Raises ValueError for others."""

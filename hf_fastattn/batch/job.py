@@ -270,7 +270,7 @@ def loop_of(
         keeps=hf.takes_argument(model, KEEP),
         most=settings.rows,
         budget=settings.budget,
-        ends=hf.ends_of(config.eos_token_id),
+        ends=frozenset(hf.ends_of(config.eos_token_id)),
         stops=hf.StringEnds(asked.tokenizer, config.stop_strings) if config.stop_strings else None,
         share=settings.share,
         fingerprint=fingerprint,

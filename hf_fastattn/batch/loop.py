@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Flight(NamedTuple):
     event: torch.cuda.Event | None
 
 
+@dataclass(eq=False)
 class Loop:
     """The steps of one job over one storage.
 
@@ -45,37 +47,31 @@ class Loop:
     finished requests, by id; if on_result is set, it is called with them instead.
     """
 
-    def __init__(
-        self,
-        storage: PagedStorage,
-        picker: Picker,
-        decode: Callable[..., Any],
-        read: Callable[..., Any],
-        *,
-        keeps: bool,
-        most: int,
-        budget: int,
-        ends: Iterable[int],
-        stops: hf.StringEnds | None,
-        share: bool,
-        group: int,
-        fingerprint: Callable[[], object],
-    ):
-        self.storage, self.pages, self.picker = storage, storage.pages, picker
-        self.group, self.grouped = group, list[Row]()
-        self.decode, self.read, self.keeps, self.most, self.budget = decode, read, keeps, most, budget
-        self.ends, self.stops, self.share, self.fingerprint = frozenset(ends), stops, share, fingerprint
-        self.device = storage.tables.device
+    storage: PagedStorage
+    picker: Picker
+    decode: Callable[..., Any]
+    read: Callable[..., Any]
+    keeps: bool
+    most: int
+    budget: int
+    ends: frozenset[int]
+    stops: hf.StringEnds | None
+    share: bool
+    group: int
+    fingerprint: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self.pages, self.device, self.cache = self.storage.pages, self.storage.tables.device, BatchCache.around(self.storage)
         self.waiting: deque[Row] = deque()
         self.reading: list[Row] = []
         self.rows: list[Row] = []  # those that are decoded, in the order of the table
+        self.grouped: list[Row] = []
         self.flights: deque[Flight] = deque()
         self.results: dict[str, hf.GenerationOutput] = {}
         self.cancelled: set[str] = set()
         self.on_result: Callable[[hf.GenerationOutput], object] | None = None
-        self.weights = fingerprint()
+        self.weights = self.fingerprint()
         self.preempted = self.shared = self.steps = 0
-        self.cache = BatchCache.around(storage)
 
     # ---- requests ----
 

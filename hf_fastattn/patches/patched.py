@@ -17,6 +17,7 @@ from ..caches import forward
 from ..context_parallel import Shares
 from ..report.tables import size
 from ..streaming import Settings, examine, forget
+from .calls.caches import CallCaches
 from .calls.copies import copied, not_pickled
 from .calls.methods import METHODS, Generation
 from .configs import OwnConfigs
@@ -74,8 +75,10 @@ class Patch:
 
         shares: how ranks share K and V by sequence. keep_graphs, kv_dtype: see `patch`.
         """
-        linear = map_of(model.config) if registry.get(backend).linear else None
-        generation = None if kinds is None else Generation(model, kinds, streaming, graph, shares, kv_dtype, fuse, linear)
+        generation = None
+        if kinds is not None:
+            linear = map_of(model.config) if registry.get(backend).linear else None
+            generation = Generation(model, CallCaches(kinds, streaming, shares, kv_dtype, linear), graph, fuse)
         self._begin(model, backend, graph, generation)
         self._graphs.keep = keep_graphs
         try:

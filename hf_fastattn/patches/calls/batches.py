@@ -176,10 +176,8 @@ class Batches:
         if generation.graph:
             refused = "model.compile() was called" if vars(model).get(hf.COMPILED) is not None else None
             refused = refused or graphs.why_no_graph(model.device)
-            step = Forwards(
-                generation.graphs, model, run, generation.say, refused=refused, stock=stock, whole=True, storage=storage
-            )
-            step.begun = True
+            options: dict[str, Any] = {"stock": stock, "whole": True, "storage": storage, "begun": True}
+            step = Forwards(generation.graphs, model, run, generation.say, refused, **options)
 
         def decode(**given: Any) -> Any:
             check_open(generation)

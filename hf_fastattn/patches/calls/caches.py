@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -20,6 +21,7 @@ from ...context_parallel import Shares
 from ...streaming import Settings
 
 
+@dataclass(eq=False)
 class CallCaches:
     """The caches of one model. kinds: of its layers. streaming: the settings of a streaming backend, None for others.
 
@@ -27,16 +29,13 @@ class CallCaches:
     other attention. pool: the storages that are kept between calls.
     """
 
-    def __init__(
-        self,
-        kinds: tuple[hf.Kind, ...],
-        streaming: Settings | None,
-        shares: Shares | None,
-        kv_dtype: str | None = None,
-        linear: str | None = None,
-    ):
-        self.linear = linear
-        self.kinds, self.streaming, self.shares, self.kv_dtype = kinds, streaming, shares, kv_dtype
+    kinds: tuple[hf.Kind, ...]
+    streaming: Settings | None
+    shares: Shares | None = None
+    kv_dtype: str | None = None
+    linear: str | None = None
+
+    def __post_init__(self) -> None:
         self.pool = self._make_pool(0)
         self.fitted = ("", 0)  # the configuration for which the pool was made, and the number of its layers
 

@@ -12,6 +12,7 @@ a message; the rounds of speculation have the nearest one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from . import unpadded
 WORTH = 4  # tokens of a row whose replays repay the capture of a graph that is valid for one call
 
 
+@dataclass(eq=False)
 class Forwards:
     """The forwards of one generate(): each replays a graph if there is one, or runs the model.
 
@@ -43,49 +45,37 @@ class Forwards:
     whole: whether prompts are read with their padding: code other than Transformers' loops may see what the forward returns.
     storage: that of the call's cache; other code may run the model over another one.
     outer: the forwards of the call whose assistant the model is, if it is one. limit: the most tokens of the call, its prompt
-    included.
+    included. begun: whether the prompt has been read.
     """
 
-    def __init__(
-        self,
-        graphs: DecodeGraphs,
-        model: hf.PreTrainedModel,
-        run: Callable[..., Any],
-        say: Callable[[str], None],
-        *,
-        refused: str | None = None,
-        unmasked: Storage | None = None,
-        prompt: int = 0,
-        chunked: bool = False,
-        adds_ones: bool = True,
-        stock: bool = True,
-        whole: bool = False,
-        storage: Storage | None = None,
-        outer: Forwards | None = None,
-        limit: int = 1 << 62,
-    ):
-        self.graphs = graphs
-        self.model = model
-        self.run = run
-        self.recorder = Recorder(graphs, model, run)
-        self.say = say
-        self.refused = refused
+    graphs: DecodeGraphs
+    model: hf.PreTrainedModel
+    run: Callable[..., Any]
+    say: Callable[[str], None]
+    refused: str | None = None
+    unmasked: Storage | None = None
+    prompt: int = 0
+    chunked: bool = False
+    adds_ones: bool = True
+    stock: bool = True
+    whole: bool = False
+    storage: Storage | None = None
+    outer: InitVar[Forwards | None] = None
+    limit: int = 1 << 62
+    begun: bool = False
+
+    def __post_init__(self, outer: Forwards | None) -> None:
+        graphs, model = self.graphs, self.model
+        self.recorder = Recorder(graphs, model, self.run)
         self.most = graphs.most = graphs.most or launch_bound(model)
         self.cost = graphs.cost = graphs.cost or Cost.of(model)
         self.wanted: frozenset[int] = frozenset()  # sizes of graphs to capture after the reply
         self.around: Callable[[Storage], StoredCache] = StoredCache.around
         self.prompted: Inputs = {}  # the arguments of the last forward that could have been one of them, without its cache
-        self.unmasked = unmasked
-        self.prompt = prompt
-        self.chunked = chunked
-        self.stock = stock
-        self.adds_ones = adds_ones
-        self.whole = whole
-        self.storage = storage
-        self.limit: int = limit if outer is None else outer.limit
-        always = not stock and not graphs.ranks.several
-        self.present: Present = Present(graphs, model, say, always=always, outer=None if outer is None else outer.present)
-        self.begun = False
+        self.limit = self.limit if outer is None else outer.limit
+        always = not self.stock and not graphs.ranks.several
+        above = None if outer is None else outer.present
+        self.present: Present = Present(graphs, model, self.say, always=always, outer=above)
         self.replayed: Storage | None = None  # that of the last forward, if it replayed the graph of a step of one token
         # A table of learned positions has so many rows. What indexes it beyond them ends the process.
         self.positions: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,7 @@ import torch
 
 from ... import hf
 from ...caches import forward
-from ...context_parallel import Shares
-from ...streaming import Settings, refresh
+from ...streaming import refresh
 from ..graphs import graphs
 from ..ranks import ranks as several_ranks
 from . import chunks
@@ -39,24 +39,12 @@ _MISSING: Any = object()
 class Generation:
     """generate() of one patched model: its caches, its decode graphs, and the methods that give both to a call.
 
-    graph: whether steps are captured. shares: how ranks share K and V by sequence. kv_dtype, linear: see `CallCaches`.
-    fuse: whether tokens are drawn in one launch. reasons: why steps ran uncaptured.
+    graph: whether steps are captured. fuse: whether tokens are drawn in one launch. reasons: why steps ran uncaptured.
     """
 
-    def __init__(
-        self,
-        model: hf.PreTrainedModel,
-        kinds: tuple[hf.Kind, ...],
-        streaming: Settings | None,
-        graph: bool,
-        shares: Shares | None = None,
-        kv_dtype: str | None = None,
-        fuse: bool = True,
-        linear: str | None = None,
-    ):
+    def __init__(self, model: hf.PreTrainedModel, caches: CallCaches, graph: bool, fuse: bool):
         self._model = weakref.ref(model, self._closer())
-        self.caches = CallCaches(kinds, streaming, shares, kv_dtype, linear)
-        self.graph, self.fuse = graph, fuse
+        self.caches, self.graph, self.fuse = caches, graph, fuse
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
         self.reasons: list[str] = []
@@ -133,9 +121,7 @@ class Generation:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
         self.ranks.check_copy()
-        caches = self.caches
-        shared = caches.shares, caches.kv_dtype, self.fuse, caches.linear
-        twin = Generation(copied(self._model, memo), caches.kinds, caches.streaming, self.graph, *shared)
+        twin = Generation(copied(self._model, memo), replace(self.caches), self.graph, self.fuse)
         memo[id(self)] = twin
         twin.had = dict(self.had)
         twin.graphs.keep, twin.auto_chunks = self.graphs.keep, self.auto_chunks
