@@ -8,10 +8,12 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from math import log2
 
 import pytest
 import torch
+from cases import slow_unless
 from conftest import INTERPRETED
 
 pytest.importorskip("triton")
@@ -120,8 +122,10 @@ MOST = {
 }
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("shape", SERVED, ids=str)
+QUERIES = [*product(SERVED, (80, 90))]
+
+
+@pytest.mark.parametrize("shape, arch", slow_unless(QUERIES[::5].__contains__, QUERIES), ids=str)
 def test_a_number_of_queries_selects_one_of_a_few_variants(shape, arch, variants):
     with variants(arch) as found:
         for kv_len in lengths(500):
