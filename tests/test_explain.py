@@ -288,6 +288,10 @@ def test_named_shapes_have_the_size_in_their_name(shape):
     assert found.supported and str(found).startswith("supported: yes\n")
 
 
+def test_a_model_that_generates_by_its_part_is_supported_partly():
+    assert str(explain(CONFIG_MAPPING["blip-2"]())).startswith("supported: partly. Its generate() is that of its language_model.")
+
+
 MISTAKES = [
     *(({"batch": 0}, "batch must be at least 1; got 0"), ({"length": -3}, "length must be at least 1; got -3")),
     *(({"backend": "leen"}, "Unknown attention backend 'leen'"), ({"gpu": "h900"}, "Unknown GPU 'h900'; known: a100")),

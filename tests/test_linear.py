@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import slow_unless
 from models import prompts, tiny
+from transformers import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import LinearCache, PreallocatedCache, distillation, kernels
@@ -260,6 +261,12 @@ def test_patch_refuses(name):
     make, options, says = REFUSED[name]
     with pytest.raises(ValueError, match=says):
         hf_fastattn.patch(make(), "linear", **options)
+
+
+@pytest.mark.parametrize("model_type, kind", [("deepseek_v3", "latent"), ("mllama_text_model", "cross")])
+def test_a_cache_refuses_other_layers(model_type, kind):
+    with pytest.raises(ValueError, match=f"layers of the kind {kind}"):
+        LinearCache(CONFIG_MAPPING[model_type]())
 
 
 def test_attention_refuses_what_the_sums_cannot_have():

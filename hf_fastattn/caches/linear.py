@@ -152,7 +152,10 @@ class LinearCache(PreallocatedCache):
 
 def check_kinds(config: hf.PreTrainedConfig) -> None:
     """Raise ValueError for layers that are not of full attention."""
-    if others := sorted({kind.name for kind in hf.layer_kinds(config)} - {"full"}):
+    found: set[str] = {kind.name for kind in hf.layer_kinds(config)}
+    crosses = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None)
+    found |= {name for name, has in (("latent", hf.has_latents(config)), ("cross", crosses)) if has}
+    if others := sorted(found - {"full"}):
         raise ValueError(
             f"Linear attention needs layers that see all earlier tokens, and {type(config).__name__} has layers of the kind "
             f"{', '.join(others)}. Use another backend."

@@ -145,7 +145,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     if hf.has_latents(config):
         raise ValueError(f"explain() cannot count the K/V of multi-head latent attention, which {name} has. {MODELS}")
     if getattr(config, "cross_attention_layers", None):
-        raise ValueError(f"explain() cannot count the K/V of cross-attention, which {name} has.")
+        raise ValueError(f"explain() cannot count the K/V of cross-attention, which {name} has. {MODELS}")
     if not getattr(config, "num_hidden_layers", 0):
         raise ValueError(f"explain() counts attention, and the config of {name} has no layers.")
     try:

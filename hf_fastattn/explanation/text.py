@@ -21,9 +21,9 @@ def paragraphs(found: Explanation) -> Iterator[str]:
     rate = f", {size(gpu.rate, 'FLOP/s')}" if gpu.rate else ""
     shapes = dict.fromkeys(f"{s.num_heads} query heads on {s.num_kv_heads} KV heads, head_dim {s.head_dim}" for s in facts.shapes)
     heads = f"{facts.num_heads} query heads on {facts.num_kv_heads} KV heads ({kind}), head_dim {facts.head_dim}"
-    no = "" if found.supported else next(f"no. {row['why']}" for row in found.refused if row["what"] == found.backend)
+    lacks = [row["why"] for row in found.refused if row["what"] in (found.backend, "patch()", "the cache of patch()")]
     yield (
-        f"supported: {no or 'yes'}\n"
+        f"supported: {'yes' if not lacks else f'partly. {lacks[0]}' if found.supported else f'no. {lacks[0]}'}\n"
         f"{facts.name}: {facts.parameters / 1e6:,.0f} million parameters, {size(facts.weight_bytes)} in {dtype}\n"
         f"{heads if len(shapes) == 1 else ' or '.join(shapes)}; layers: {layers}\n"
         f"{batch} of {found.length:,} tokens on {gpu.name}: {size(gpu.memory)}, {size(gpu.bandwidth, 'B/s')}{rate}\n"
