@@ -26,7 +26,7 @@ from ..graphs import graphs
 from ..ranks import ranks as several_ranks
 from . import chunks
 from .after import capture_wanted
-from .batches import Batches, JobLock, Managers
+from .batches import Batches, Managers
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
@@ -52,7 +52,7 @@ class Generation:
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.signatures: dict[str, tuple[object, inspect.Signature]] = {}  # by method name: a function, and that of its method
         self.lock = threading.Lock()
-        self.job_lock = JobLock()
+        self.job_lock, self.in_job = threading.RLock(), False  # one job of a model runs at a time; whether one does
         self.heads: hf.WholeHeads | None = None
         self.auto_chunks = False  # whether prompts that do not fit are read in chunks
         self.calls = 0  # in progress, in any thread
