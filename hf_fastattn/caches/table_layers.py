@@ -12,7 +12,7 @@ from ..attention.step import EAGER, Packed, Step
 from ..kernels.spec import KV
 from .buffers import UNKNOWN, Pair, describe, layout
 from .layers import KEEP, Layer, Track
-from .paged import cast
+from .paged import cast, copy_pages
 
 if TYPE_CHECKING:
     from .table_storage import TableStorage
@@ -122,15 +122,9 @@ class TableLayer(Layer):
             pool[every] = 0  # padding: attention multiplies it by zero
             pool[page.long(), :, packed.slot.to(self.device) % size] = x[0].transpose(0, 1)
         if storage.forks is not None:
-            self.copy(storage.forks)
+            copy_pages([self], storage.forks)
         self.seen = width
         packed.stored += 1
-
-    def copy(self, pages: torch.Tensor) -> None:
-        """Copy pages. pages: int64 (copies, tables, 2), the source and the target."""
-        source, target = pages[:, self.table].unbind(1)
-        for pool in self.buffers:
-            pool[target] = pool[source]
 
     def _given(self, kv: KV, step: Step | None, tokens: int) -> Pair:
         """K and V for attention: in pages if it is of this package, otherwise a copy."""

@@ -44,7 +44,7 @@ class Generation:
     """
 
     def __init__(self, model: hf.PreTrainedModel, caches: CallCaches, graph: bool, fuse: bool):
-        self._model = weakref.ref(model, self._closer())
+        self._model = weakref.ref(model, graphs.weakly(self.close))  # if it is deleted before its Patch
         self.caches, self.graph, self.fuse = caches, graph, fuse
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
@@ -57,16 +57,6 @@ class Generation:
         self.auto_chunks = False  # whether prompts that do not fit are read in chunks
         self.calls = 0  # in progress, in any thread
         self._thread = CallsOfThread()
-
-    def _closer(self) -> Callable[[object], None]:
-        """A callback that drops graphs and idle buffers if the model is deleted before its Patch."""
-        this = weakref.ref(self)
-
-        def close(_: object) -> None:
-            if (generation := this()) is not None:
-                generation.close()
-
-        return close
 
     def close(self) -> None:
         if self.calls:
