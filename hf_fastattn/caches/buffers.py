@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import registry
+from ..attention.step import Step
 from ..hf import CacheLayerMixin
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # K and V
@@ -78,6 +80,11 @@ class Buffered(CacheLayerMixin):
     @property
     def batch_size(self) -> int | None:
         return self.buffers[0].shape[0] if self.buffers else None
+
+    def finds_kv(self, step: Step | None) -> bool:
+        """Whether attention finds `step.kv`: that of a patched model, which is not compiled."""
+        config: Any = None if step is None or step.model is None else step.model.config
+        return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
 
     def parts(self) -> list[Part]:
         slots = self.slots

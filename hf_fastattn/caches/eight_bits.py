@@ -21,8 +21,6 @@ from .buffers import UNKNOWN, Pair, Part, refuse_gradient, selected
 from .layers import Layer, Track
 from .storage import PreallocatedStorage
 
-AT_ONCE = 1 << 15  # tokens in a launch that stores them, whose grid has at most 65,535
-
 
 class ByteLayer(Layer):
     """Codes of K and V, (batch, num_kv_heads, capacity, head_dim) in uint8, and the scales of both, (batch, num_kv_heads,
@@ -112,8 +110,6 @@ class ByteLayer(Layer):
         )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
-        from ..kernels.decode.append import append  # with Triton
-
         track, q_len = self.track, key_states.shape[2]
         step = track.step
         if step is not None and step.mode != EAGER:
@@ -125,10 +121,7 @@ class ByteLayer(Layer):
         first, whole = self.seen == 0, self.stored(track.capacity)
         if first:
             self.centre.copy_(_mean(key_states, None if step is None else step.plan))
-        for begin in range(0, q_len, AT_ONCE):
-            slot = torch.full((1,), self.seen + begin, device=self.device)
-            some = slice(begin, begin + AT_ONCE)
-            append(whole, key_states[:, :, some], value_states[:, :, some], slot)
+        self.append_all(whole, key_states, value_states)
         self.seen += q_len
         return (key_states, value_states) if first else self._given(self.stored(self.seen), step)
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from .. import registry
 from ..attention import step as steps
 from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Packed, Step
 from ..hf import Kind
@@ -38,6 +37,7 @@ KEEP = 128  # tokens before its window that a sliding layer keeps when it moves;
 SLACK = 512  # tokens that a sliding layer writes between two moves
 AHEAD = 4  # how many times as large buffers become that grow, if they then take at most 1/SPARE of free memory
 SPARE = 16
+AT_ONCE = 1 << 15  # tokens of a row in a launch that stores them, whose grid has at most 65,535
 
 
 def round_up(tokens: int) -> int:
@@ -257,9 +257,22 @@ class Layer(Replaceable):
         from ..kernels.decode.append import append  # with Triton
 
         self.mark_written(step)
-        if [*map(layout, self.kv)] != [layout(key_states), layout(value_states)]:
-            raise RuntimeError(f"layer {self.index} holds K and V of {describe(*self.kv)}")
+        if reason := self.why_other(key_states, value_states):
+            raise RuntimeError(reason)
         append(kv, key_states, value_states, self.track.counts[:1], step.live(key_states.shape[2]))
+
+    def why_other(self, *states: torch.Tensor) -> str | None:
+        """Why these are not states of the model and the rows whose K and V it holds."""
+        same = [*map(layout, self.kv)] == [*map(layout, states)]
+        return None if same else f"layer {self.index} holds K and V of {describe(*self.kv)}"
+
+    def append_all(self, kv: KV, key_states: torch.Tensor, value_states: torch.Tensor, first: int = 0) -> None:
+        """Store tokens behind those that are seen, from the token `first` on."""
+        from ..kernels.decode.append import append  # with Triton
+
+        for begin in range(first, key_states.shape[2], AT_ONCE):
+            keys, values = (x[:, :, begin : begin + AT_ONCE] for x in (key_states, value_states))
+            append(kv, keys, values, torch.full((1,), self.seen + begin, device=self.device))
 
     def prepare(self, q_len: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Have buffers with room for `q_len` more tokens of this shape, (batch, num_kv_heads, any, head_dim)."""
@@ -372,11 +385,6 @@ class Layer(Replaceable):
         self.pending = None
         self.seen = self.base = 0
         self.track.stale = True
-
-    def finds_kv(self, step: Step | None) -> bool:
-        """Whether attention finds `step.kv`: that of a patched model, which is not compiled."""
-        config: Any = None if step is None or step.model is None else step.model.config
-        return config is not None and not torch.compiler.is_compiling() and config._attn_implementation in registry.names()
 
     def why_not_crop(self, tokens: int) -> str | None:
         if reason := self.why_half():

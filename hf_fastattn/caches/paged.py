@@ -9,7 +9,7 @@ page 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -173,11 +173,7 @@ class PagedStorage(Storage):
 
     def copy(self, pages: list[list[tuple[int, int]]]) -> None:
         """Copy pages. pages: the source and the target, for each table."""
-        at = on_device(pages, self.tables.device)
-        for layer in self.layers:
-            source, target = at[:, layer.table].unbind(1)
-            for pool in layer.buffers:
-                pool[target] = pool[source]
+        copy_pages(self.layers, on_device(pages, self.tables.device))
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Move rows, int64 each."""
@@ -269,6 +265,14 @@ class BatchCache(StoredCache):
         kv = layer.append(step.ragged, key_states, value_states)
         step.kv = kv if kv.pages is not None else None
         return kv.k, kv.v
+
+
+def copy_pages(layers: Iterable[Any], pages: torch.Tensor) -> None:
+    """Copy pages of layers. pages: int64 (copies, tables, 2), the source and the target."""
+    for layer in layers:
+        source, target = pages[:, layer.table].unbind(1)
+        for pool in layer.buffers:
+            pool[target] = pool[source]
 
 
 def counted(groups: int, rows: int) -> int:

@@ -64,7 +64,7 @@ class PreallocatedCache(ChangeableCache):
         arguments = super().begin(step, model, args, kwargs)
         if not self.storage.can_undo:  # the code of a linear layer does not compare the rows of its state
             given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-            rows = next((len(x) for x in given if isinstance(x, torch.Tensor)), self._rows)
+            rows = next((len(x) for x in given if isinstance(x, torch.Tensor)), self._rows or 0)
             try:
                 self.check_rows(rows)
             except ValueError:
@@ -88,8 +88,10 @@ class PreallocatedCache(ChangeableCache):
                 track.grow(capacity)
 
     @property
-    def _rows(self) -> int:
-        return next((len(layer.live()[0]) for layer in self.storage.counted if layer.is_initialized or layer.pending), 0)
+    def _rows(self) -> int | None:
+        """Also those of a file."""
+        held = (len(layer.live()[0]) for layer in self.storage.counted if layer.is_initialized or layer.pending)
+        return next(held, None)
 
     def save(self, path: str | Path, model: saved.ModelOrConfig) -> None:
         """Write the live tokens, recurrent states and the configuration of `model` to one safetensors file.

@@ -63,12 +63,12 @@ class StoredCache(hf.Cache):
         """Make room for `tokens` tokens in total. The default does nothing."""
 
     @property
-    def _held_rows(self) -> int | None:
+    def _rows(self) -> int | None:
         return self.storage.rows
 
     def check_rows(self, rows: int) -> None:
         """Raise ValueError if the cache holds tokens of another batch size."""
-        held = self._held_rows
+        held = self._rows
         if self.storage.seen and held is not None and held != rows:
             raise ValueError(f"This cache holds {held} rows, and the call has {rows}. {CHANGE_ROWS}")
 
@@ -121,14 +121,6 @@ class StoredCache(hf.Cache):
 class ChangeableCache(StoredCache):
     """A cache whose storage can be emptied, cropped and given other rows."""
 
-    @property
-    def _rows(self) -> int:
-        return self.storage.rows or 0
-
-    @property
-    def _held_rows(self) -> int | None:
-        return self._rows or None  # also those of a file
-
     def reset(self) -> None:
         """Discard all tokens; the buffers stay in place."""
         self.storage.reset()
@@ -150,7 +142,7 @@ class ChangeableCache(StoredCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every row by `repeats` copies of it."""
-        self.batch_select_indices(torch.arange(self._rows, device="cpu").repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self._rows or 0, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""

@@ -12,12 +12,10 @@ from ..attention.step import EAGER, Packed, Step
 from ..kernels.spec import KV
 from .buffers import UNKNOWN, Pair, describe, layout
 from .layers import KEEP, Layer, Track
-from .paged import cast
+from .paged import cast, copy_pages
 
 if TYPE_CHECKING:
     from .table_storage import TableStorage
-
-AT_ONCE = 1 << 15  # tokens of a row in a launch that stores them, whose grid has at most 65,535
 
 
 class TableTrack(Track):
@@ -78,17 +76,12 @@ class TableLayer(Layer):
         return paged(keys, values, table)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
-        from ..kernels.decode.append import append  # with Triton
-
         track, q_len, storage = self.track, key_states.shape[2], self.owner
         states = cast(key_states, value_states)
         step = track.step
         if step is not None and step.mode != EAGER:
-            self.mark_written(step)
-            if reason := self.why_other(*states):
-                raise RuntimeError(reason)
             kv = self.stored(storage.tables_of_rows[self.table])
-            append(kv, *states, track.counts[:1], step.live(q_len))
+            self.append(step, kv, *states)
             return self._given(kv, step, track.capacity)
         if step is not None and step.packed is not None:
             self.scatter(step.packed, *states)
@@ -96,9 +89,7 @@ class TableLayer(Layer):
         self._begin(len(key_states), q_len, *states)
         first, stop = not self.seen, self.seen + q_len
         kv = self.stored(storage.table(self.table, stop, step))
-        for start in range(storage.skipped(self.table) if first else 0, q_len, AT_ONCE):
-            keys, values = (x[:, :, start : start + AT_ONCE] for x in states)
-            append(kv, keys, values, torch.full((1,), self.seen + start, device=self.device))
+        self.append_all(kv, *states, storage.skipped(self.table) if first else 0)
         self.seen = stop
         return states if first else self._given(kv, step, stop)
 
@@ -131,15 +122,9 @@ class TableLayer(Layer):
             pool[every] = 0  # padding: attention multiplies it by zero
             pool[page.long(), :, packed.slot.to(self.device) % size] = x[0].transpose(0, 1)
         if storage.forks is not None:
-            self.copy(storage.forks)
+            copy_pages([self], storage.forks)
         self.seen = width
         packed.stored += 1
-
-    def copy(self, pages: torch.Tensor) -> None:
-        """Copy pages. pages: int64 (copies, tables, 2), the source and the target."""
-        source, target = pages[:, self.table].unbind(1)
-        for pool in self.buffers:
-            pool[target] = pool[source]
 
     def _given(self, kv: KV, step: Step | None, tokens: int) -> Pair:
         """K and V for attention: in pages if it is of this package, otherwise a copy."""

@@ -12,7 +12,7 @@ from ..attention.step import Step
 from ..hf import Kind
 from .contract import CHANGE_ROWS
 from .layers import KEEP, Layer, Track, refuse_unless_fits, round_up
-from .paged import on_device, windows_of
+from .paged import copy_pages, on_device, windows_of
 from .pages import Held, Pools
 from .storage import PreallocatedStorage
 from .table_layers import TableLayer, TableTrack
@@ -27,7 +27,7 @@ class TableStorage(PreallocatedStorage):
     of each row. tables_of_rows: the same, int32 (tables, rows, pages), 0 where there is none. room: number of slots that each row
     may write, from the next token on. kept: the tokens behind which pages of windows have returned. expected: the tokens that a
     row will have. writes: how often tables were written. permuted: whether their rows are in another order than those of `held`.
-    forks: the copies that let rows share all but the last page of a prompt, for `TableLayer.copy`.
+    forks: the copies that let rows share all but the last page of a prompt, for `copy_pages`.
     """
 
     takes_prompts = False  # first tokens attend to K and V as they are computed
@@ -217,10 +217,7 @@ class TableStorage(PreallocatedStorage):
     def copy(self, copies: list[list[tuple[int, int]]]) -> None:
         """Copy pages. copies: the source and the target, for each table."""
         if copies:
-            at = on_device(copies, self.tables_of_rows.device)
-            for layer in self.layers:
-                if layer.buffers:
-                    layer.copy(at)
+            copy_pages(self.layers, on_device(copies, self.tables_of_rows.device))
 
     # ---- what a cache does ----
 

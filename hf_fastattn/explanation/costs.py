@@ -174,8 +174,6 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
             replace(shape, num_heads=shape.num_heads * kv // total, num_kv_heads=shape.num_kv_heads * kv // total)
             for shape, total, kv in zip(shapes, all_heads, kept, strict=True)
         )
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    counted = next((n for name in names if (n := getattr(config, name, None))), 1)
     return Facts(
         name=name,
         dtype=dtype,
@@ -190,7 +188,7 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         expert_bytes=size_of(experts),
         expert_weights=sum(w.count for w in experts),
         quantised=tuple(Counter(w.kind for w in weights if w.kind).items()),
-        experts=(getattr(config, "num_experts_per_tok", None) or counted, counted),
+        experts=hf.experts_of(config),
     )
 
 

@@ -22,6 +22,13 @@ Experts = Callable[..., torch.Tensor]
 _layouts: dict[tuple[object, ...], mixture.Layout | str] = {}
 
 
+def experts_of(config: Any) -> tuple[int, int]:
+    """(experts of a token, all experts of a layer) of a text configuration; (1, 1) without any."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((n for name in names if (n := getattr(config, name, None))), 1)
+    return getattr(config, "num_experts_per_tok", None) or count, count
+
+
 def register_experts(name: str, function: Experts) -> None:
     """Register `experts_implementation=name`: function(module, hidden_states, top_k_index, top_k_weights)."""
     ExpertsInterface.register(name, function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -25,20 +24,6 @@ if TYPE_CHECKING:
     from .methods import Generation
 
 _UNDONE = "The patch was undone during a generate_batch(). Undo it after the call, and patch the model again."
-
-
-class JobLock:
-    """One job of a model runs at a time. held: whether one runs, as a thread finds that holds the lock."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.held = False
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
 
 
 class Batches:
@@ -84,15 +69,15 @@ class Batches:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """The time of one job of the model."""
-        job_lock = self.__self__.job_lock
-        with job_lock, torch.no_grad():
-            if job_lock.held:
+        generation = self.__self__
+        with generation.job_lock, torch.no_grad():
+            if generation.in_job:
                 raise RuntimeError("generate_batch() was called by code that it runs. Call it after the other call has returned.")
-            job_lock.held = True
+            generation.in_job = True
             try:
                 yield
             finally:
-                job_lock.held = False
+                generation.in_job = False
 
     def prompts(self, model: hf.PreTrainedModel, inputs: Any) -> list[list[int]]:
         """The prompts of a call. Raises TypeError and ValueError, also for a model that cannot run."""

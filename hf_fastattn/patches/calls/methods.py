@@ -25,7 +25,7 @@ from ..graphs import graphs
 from ..ranks import ranks as several_ranks
 from . import chunks
 from .after import capture_wanted
-from .batches import Batches, JobLock, Managers
+from .batches import Batches, Managers
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
 from .copies import copied, not_pickled
@@ -43,7 +43,7 @@ class Generation:
     """
 
     def __init__(self, model: hf.PreTrainedModel, caches: CallCaches, graph: bool, fuse: bool):
-        self._model = weakref.ref(model, self._closer())
+        self._model = weakref.ref(model, graphs.weakly(self.close))  # if it is deleted before its Patch
         self.caches, self.graph, self.fuse = caches, graph, fuse
         self.ranks = several_ranks.of(model)
         self.graphs = graphs.DecodeGraphs(self.ranks)
@@ -51,21 +51,11 @@ class Generation:
         self.had: dict[str, Any] = {}  # previous attributes of the instance by method name, or _MISSING
         self.signatures: dict[str, tuple[object, inspect.Signature]] = {}  # by method name: a function, and that of its method
         self.lock = threading.Lock()
-        self.job_lock = JobLock()
+        self.job_lock, self.in_job = threading.RLock(), False  # one job of a model runs at a time; whether one does
         self.heads: hf.WholeHeads | None = None
         self.auto_chunks = False  # whether prompts that do not fit are read in chunks
         self.calls = 0  # in progress, in any thread
         self._thread = CallsOfThread()
-
-    def _closer(self) -> Callable[[object], None]:
-        """A callback that drops graphs and idle buffers if the model is deleted before its Patch."""
-        this = weakref.ref(self)
-
-        def close(_: object) -> None:
-            if (generation := this()) is not None:
-                generation.close()
-
-        return close
 
     def close(self) -> None:
         if self.calls:

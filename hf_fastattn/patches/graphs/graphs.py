@@ -49,6 +49,17 @@ def why_none(model: hf.PreTrainedModel) -> str | None:
     return why_no_graph(model.device) or hf.why_not_captured(model)
 
 
+def weakly(method: Callable[[], object]) -> Callable[..., None]:
+    """A function that calls a method, with any arguments, and does not keep its object alive."""
+    own = weakref.WeakMethod(method)
+
+    def call(*_: object) -> None:
+        if (found := own()) is not None:
+            found()
+
+    return call
+
+
 def new_graph(device: torch.device, shared: dict[str, Any]) -> Graph:
     """An object that records and replays. shared: one dict per patched model."""
     return CudaGraph(device, shared)
@@ -92,17 +103,7 @@ class DecodeGraphs:
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
         self.counted: State | None = None  # the model as it was when changes were counted last
-        self.ranks.when_broken(self._dropper())
-
-    def _dropper(self) -> Callable[[], None]:
-        """A function that drops the graphs, and does not keep this object alive."""
-        this = weakref.ref(self)
-
-        def drop() -> None:
-            if (graphs := this()) is not None:
-                graphs.clear()
-
-        return drop
+        self.ranks.when_broken(weakly(self.clear))
 
     def find(self, cache: StoredCache, state: State, inputs: Inputs, tokens: int, call: object) -> Entry:
         """The entry for these inputs, of a graph of so many tokens; a new one if there is none. call: an object for each call."""

@@ -30,7 +30,6 @@ LAUNCHES = 0.7e-3, 1.8e-3  # seconds of a layer's launches from Python, on an H2
 FLOPS = 6e14, 1.5e14  # that products reach in 16 bits: on Hopper and later, before; in 32 bits a tenth
 BYTES = 3.6e12, 1.5e12  # that a second reads: between those of an H100 and an H200, before
 OF_ATTENTION = 0.6  # of FLOPS
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def nearest(tokens: int) -> int:
@@ -87,8 +86,8 @@ class Cost(NamedTuple):
         tables = {id(getattr(each, "weight", None)) for each in (model.get_input_embeddings(), head)}
         matrices = [(f"{name}.", p) for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in tables]
         of_experts = [p for name, p in matrices if ".experts." in name]
-        count = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
-        chosen = (getattr(config, "num_experts_per_tok", None) or count) / count
+        of_token, count = hf.experts_of(config)
+        chosen = of_token / count
         weights, routed = sum(p.numel() for _, p in matrices) / ranks, sum(p.nbytes for p in of_experts) / ranks
         layers = Counter(zip(hf.layer_kinds(model.config), shapes, strict=False))
         if arch is None:
