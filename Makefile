@@ -39,11 +39,15 @@ SOURCES := tests/test_smollm2.py tests
 # Tests of kernels, which run interpreted. pytest reads the variable when it begins, so they are a run of their own; the deselected
 # test would only start a process for some of them.
 KERNELS := tests/test_kernels.py tests/test_streaming.py tests/test_fuse.py tests/test_linears.py tests/test_small_layers.py \
-	tests/test_merged.py tests/test_experts.py tests/test_route.py \
+	tests/test_merged.py tests/test_experts.py tests/test_experts_choice.py tests/test_route.py tests/test_forms.py tests/test_merge.py \
 	tests/test_exchange_kernels.py tests/test_ranks_sums.py tests/test_training_kernels.py tests/test_dropout.py \
 	tests/test_paged_kernels.py tests/test_linear_layers.py tests/test_sample.py \
 	tests/test_linear.py::test_the_kernel_of_a_step_is_its_specification \
 	tests/test_alibi.py::test_a_bias_of_keys_is_one_more_dimension \
+	tests/test_kv_dtype.py::test_attention_over_what_is_stored tests/test_kv_dtype.py::test_all_codes_are_exact \
+	tests/test_kv_dtype.py::test_a_constant_in_each_channel_of_k_changes_nothing \
+	tests/test_kv_dtype.py::test_launches_store_what_torch_stores \
+	tests/test_kv_dtype.py::test_tensors_that_no_kernel_can_read \
 	tests/test_context_parallel.py::test_results_of_ranks_are_merged_as_by_merge \
 	tests/test_bench_kernels.py::test_kernels_of_softmax_are_right \
 	tests/test_context_parallel.py::test_the_kernel_computes_the_spans_of_a_part \
