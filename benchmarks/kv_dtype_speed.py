@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_fastattn import hf
 from hf_fastattn.caches import PreallocatedCache
-from hf_fastattn.caches.eight_bits import AT_ONCE
+from hf_fastattn.caches.layers import AT_ONCE
 from hf_fastattn.kernels import TritonKernel, eight_bits
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.spec import KV, Spec
