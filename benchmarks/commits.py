@@ -32,12 +32,18 @@ def serve(shape: str, device: str, tokens: int) -> None:
     folder = (
         "hf_fastattn.bench" if importlib.util.find_spec("hf_fastattn.bench") else "benchmarks"
     )  # earlier commits had the first
-    models, runs = (importlib.import_module(f"{folder}.{name}") for name in ("models", "runs"))
+    models, runs, families = (importlib.import_module(f"{folder}.{name}") for name in ("models", "runs", "families"))
     from hf_fastattn.patches import patch
 
     where = torch.device(device)
     torch.manual_seed(0)
-    subject = models.load(shape, torch.bfloat16 if where.type == "cuda" else torch.float32, where)
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    if shape in families.FAMILIES.keys() - models.SHAPES:
+        model_type, config = families.FAMILIES[shape]
+        config = models.COMMON | {"max_position_embeddings": 4096} | config
+        subject = models.of_random_weights(shape, model_type, config, dtype, where, 0)
+    else:
+        subject = models.load(shape, dtype, where)
     patched = patch(subject.model, "lean")
     prompt = cache = None
     _answer({"ready": True})
@@ -112,7 +118,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
         prog=prog, description="Compare generate() of this checkout of the code with that of another one."
     )
     parser.add_argument("--before", type=Path, required=True, help="the other tree")
-    parser.add_argument("--shape", default="8b", help="as of bench generate (default: %(default)s)")
+    parser.add_argument("--shape", default="8b", help="as of bench generate or families (default: %(default)s)")
     parser.add_argument("--cases", default="1x512,8x8192,8xpadded", help="ROWSxTOKENS or ROWSxpadded (default: %(default)s)")
     parser.add_argument("--padded", type=int, nargs=2, default=[1024, 16384], help="of padded rows (default: 1024 16384)")
     parser.add_argument("--pairs", type=int, default=5, help="default: %(default)s")

@@ -123,18 +123,17 @@ def make_prompt(lengths: list[int], vocab_size: int, device: torch.device) -> Pr
 
 
 def run(model, prompt: Prompt, new: int, cache=None, keep: bool = False, logits: bool = False, also=None, **options) -> Run:
-    """generate() `new` tokens greedily, with times; with a cache, after its tokens. also: as in `Clock`."""
+    """generate() `new` tokens, greedily by default, with times; with a cache, after its tokens. also: as in `Clock`."""
     device = prompt.ids.device
     if cache is not None:
         options[hf.CACHE] = cache
+    options.setdefault("do_sample", False)
     if keep or logits:
         options |= {"return_dict_in_generate": True, "output_logits": logits}
     synchronize(device)
     began = time.perf_counter()
     with Clock(device, also) as clock:
-        out = model.generate(
-            prompt.ids, attention_mask=prompt.mask, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
-        )
+        out = model.generate(prompt.ids, attention_mask=prompt.mask, max_new_tokens=new, min_new_tokens=new, **options)
     synchronize(device)
     wall = time.perf_counter() - began
     at = clock.at
