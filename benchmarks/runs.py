@@ -175,12 +175,13 @@ def rewind(cache, prompt: Prompt):
 def resumed(model, prompt: Prompt, tokens: int) -> tuple[Run, Callable[[], Run]]:
     """The first call, which reads the prompt and keeps its cache, and a function that generates so many tokens from that cache.
 
-    The function has run once: under patch() this captures the decode step.
+    If the cache has recurrent states, each call reads the prompt into a cache of its own. The function has run once: under
+    patch() this captures the decode step.
     """
     first = run(model, prompt, 8, keep=True)
 
     def again() -> Run:
-        return run(model, prompt, tokens, rewind(first.cache, prompt))
+        return run(model, prompt, tokens, None if has_states(first.cache) else rewind(first.cache, prompt))
 
     again()
     return first, again

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
+from hf_fastattn.patches.calls import calls
 
 KINDS = {
     "Qwen3_5": ("qwen3_5", ["state", "full"]),
@@ -85,6 +86,30 @@ def test_twenty_calls_capture_once(family, graphs):
     with hf_fastattn.patch(model) as patch:
         assert all(torch.equal(generated(model, text), want) for text, want in zip(texts, expected, strict=True))
         assert patch.captures == 1 and not patch.reasons
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Lfm2"])
+def test_the_loop_runs_ahead_over_states_that_no_caller_has(family, graphs, monkeypatch):
+    """The step too many enters the states: a cache of the caller does not get it, and the next call begins anew."""
+    model, recorded = built(family), []
+    monkeypatch.setattr(calls, "records_events", lambda device: True)
+    monkeypatch.setattr(torch, "Event", type("Event", (fake_graph.Event,), {"record": lambda self: recorded.append(self)}))
+    ids = generated(model, IDS[:1], max_new_tokens=12)
+    for eos in ids[0, 24:26].tolist():
+        options = {"eos_token_id": eos, "max_new_tokens": 12}
+        want = generated(model, IDS[:1], **options)
+        text = torch.cat([want, IDS[1:, :4]], 1)
+        rest = generated(model, text)
+        with hf_fastattn.patch(model) as patch:
+            for _ in range(2):
+                replays = patch.replays
+                assert torch.equal(generated(model, IDS[:1], **options), want) and recorded
+            assert patch.replays - replays == want.shape[1] - IDS.shape[1]  # one less is needed after the prompt
+            recorded.clear()
+            cache = hf_fastattn.PreallocatedCache(model)
+            assert torch.equal(generated(model, IDS[:1], past_key_values=cache, **options), want)
+            assert torch.equal(generated(model, text, past_key_values=cache), rest) and not recorded
+            assert not patch.reasons
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])

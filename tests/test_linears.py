@@ -8,12 +8,14 @@ from itertools import product
 
 import pytest
 import torch
+import transformers
 from calls import DEVICE, captured, runs_kernels
 from cases import slow_unless
 from models import tiny
 from small_layers import Launches, small_model
 from test_fuse import Wrapped
 from torch.nn.functional import linear as torchs
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.kernels.host import gpu
@@ -209,6 +211,22 @@ def test_a_decode_graph_runs_our_linear_layers(family, tokens, linear_calls):
     torch.testing.assert_close(during, before, atol=2e-3, rtol=1e-2)
     subclass.restore([*joined, *found.mlps, *found.linears])
     assert not any(subclass.is_fused(module) for module in model.modules())
+
+
+@runs_kernels
+@torch.no_grad()
+def test_lfm2s_mlp_is_fused_as_long_as_silu_is_torchs(linear_calls, monkeypatch):
+    config = transformers.Lfm2Config(hidden_size=32, intermediate_size=48, block_auto_adjust_ff_dim=False)
+    mlp, x, silu = Lfm2MLP(config).to(DEVICE, torch.float16), new(2, 32), torch.nn.functional.silu
+    before = mlp(x)
+    fuse.fuse(fuse.Fusible([], [], [mlp], [mlp.w1, mlp.w2, mlp.w3]))
+    assert torch.equal(mlp(x), before)
+    with captured():
+        torch.testing.assert_close(mlp(x), before, atol=2e-3, rtol=1e-2)
+        assert linear_calls == ["silu", 1]
+        monkeypatch.setattr(torch.nn.functional, "silu", lambda x: -2 * silu(x))
+        torch.testing.assert_close(mlp(x), -2 * before, atol=2e-3, rtol=1e-2)
+        assert linear_calls == ["silu", 1, 1, 1, 1]
 
 
 class Projections(torch.nn.Module):

@@ -69,7 +69,7 @@ def pool_of(case: Case, k, v, device) -> KV:
         kv.pages[row, -(-length // case.size) :] = -1
         if window is not None:  # pages that the window has passed are free, except those of the first tokens
             kv.pages[row, -(-first // case.size) : max(length - case.q_len - window + 1, 0) // case.size] = -1
-    if len(case.lengths) > 1 and min(case.lengths[:2]) >= case.size:
+    if len(case.lengths) > 1 and min(case.lengths[:2]) >= case.size and kv.pages[0, 0] >= 0:
         kv.pages[1, 0] = kv.pages[0, 0]
     return kv
 

@@ -132,8 +132,8 @@ class Ahead(Protocol):
 
     random: torch.Generator | None
 
-    def next_is_ready(self) -> bool:
-        """Whether a step may be launched now that may turn out to be one too many."""
+    def next_is_ready(self, kept: bool) -> bool:
+        """Whether a step may be launched now that may turn out to be one too many. kept: whether the caller has the cache."""
 
 
 _STOP_CHECK = "DeferredStopCheck"
@@ -176,7 +176,7 @@ class StopCheck(_OwnStopCheck):  # type: ignore[misc]
         if self.random is not None:
             self.states.append(self.random.get_state())
         stops: bool = super().__call__(*args, **kwargs)
-        if stops or self.ahead is None or self.ahead.next_is_ready():
+        if stops or self.ahead is None or self.ahead.next_is_ready(self.cache is not None):
             return stops
         flag, _, copied = self.slots[1]  # of this step
         copied.synchronize()

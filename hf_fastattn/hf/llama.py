@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+_silu = torch.nn.functional.silu
+
 
 def is_llamas_mlp(forward: object) -> bool:
     """Whether this is forward() of Llama's MLP: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
@@ -23,6 +25,20 @@ def is_phi3s_mlp(forward: object) -> bool:
     from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
     return _is_same_code(forward, Phi3MLP.forward)
+
+
+def is_lfm2s_mlp(forward: object) -> bool:
+    """Whether this is forward() of LFM2's MLP: w2(F.silu(w1(x)) * w3(x))."""
+    if not reads(forward, "w3"):
+        return False
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
+
+    return _is_same_code(forward, Lfm2MLP.forward)
+
+
+def has_own_silu() -> bool:
+    """Whether nobody has replaced F.silu."""
+    return torch.nn.functional.silu is _silu
 
 
 def is_llamas_layer(forward: object) -> bool:

@@ -69,10 +69,11 @@ class Ahead:
     forwards: Forwards
     random: torch.Generator | None
 
-    def next_is_ready(self) -> bool:
-        """Whether the next step is a replay in buffers that have room: it runs no Python of the model and cannot fail."""
+    def next_is_ready(self, kept: bool) -> bool:
+        """Whether the next step is a replay in buffers that have room: it runs no Python of the model and cannot fail. kept:
+        whether the caller has the cache, from which it has to be removed if it was one too many."""
         storage, limit = self.forwards.replayed, self.forwards.positions
-        if storage is None or not (storage.holds(storage.seen + 1) and storage.can_undo):
+        if storage is None or not (storage.holds(storage.seen + 1) and (storage.can_undo or not kept)):
             return False
         return limit is None or storage.endless or storage.seen < limit
 

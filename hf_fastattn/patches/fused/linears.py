@@ -33,6 +33,9 @@ from .subclass import Forward
 PROJECTIONS = ("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b")
 
 
+_SILU = torch.nn.SiLU()  # of MLPs that call the function
+
+
 @dataclass(slots=True)
 class _Projected:
     """Results of linear layers that are not called yet, by the id of the layer, for one input."""
@@ -81,7 +84,7 @@ def is_plain(module: torch.nn.Module) -> bool:
 
 
 def is_gated_mlp(forward: object) -> bool:
-    return hf.is_llamas_mlp(forward) or hf.is_phi3s_mlp(forward)
+    return hf.is_llamas_mlp(forward) or hf.is_phi3s_mlp(forward) or hf.is_lfm2s_mlp(forward)
 
 
 def mlp(forward: types.FunctionType) -> Forward:
@@ -89,16 +92,21 @@ def mlp(forward: types.FunctionType) -> Forward:
 
 
 def _separate_mlp(forward: types.FunctionType) -> Forward:
+    is_lfm2s = hf.is_lfm2s_mlp(forward)
+    names = ("w1", "w3", "w2") if is_lfm2s else ("gate_proj", "up_proj", "down_proj")
+
     @functools.wraps(forward)
     def run(self: Any, x: torch.Tensor) -> Any:
-        if not _may_change(x, self.act_fn):
+        act = _SILU if is_lfm2s else self.act_fn
+        if not _may_change(x, act) or (is_lfm2s and not hf.has_own_silu()):
             return forward(self, x)
-        hidden = _gated(x, self.act_fn, self.gate_proj, self.up_proj)
+        gate, up, down = (getattr(self, name) for name in names)
+        hidden = _gated(x, act, gate, up)
         if hidden is None:
-            hidden, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
-            hidden = hidden.mul_(up) if up.dtype == hidden.dtype else hidden * up
-            del up
-        return self.down_proj(hidden)
+            hidden, other = act(gate(x)), up(x)
+            hidden = hidden.mul_(other) if other.dtype == hidden.dtype else hidden * other
+            del other
+        return down(hidden)
 
     return run
 
