@@ -204,7 +204,7 @@ def checkpoint(results: Results, args: argparse.Namespace, device: torch.device,
 
 
 def _part_of(row: dict) -> str:
-    return "decode" if row["part"] == "decode" else "maps" if row.get("when") == "before" else "distill"
+    return "maps" if row.get("when") == "before" else "distill"
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.linear") -> int:
@@ -223,8 +223,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.linear
     method = "graph replays of a layer's step; teacher-forced rows of text, each read as a whole"
     parts = [args.part] if args.part else ["decode"] if device.type == "cuda" else ["maps", "distill"]
     head = {"conditions": conditions(device, method), "model": args.model or "SmolLM2-135M-Instruct", "heads": args.heads}
-    results = Results(args.out / "linear.json", args.seconds, command(prog, argv), device, **head)
-    if results.path.exists():
+    name = "linear_decode.json" if "decode" in parts else "linear.json"
+    results = Results(args.out / name, args.seconds, command(prog, argv), device, **head)
+    if "decode" not in parts and results.path.exists():
         old = json.loads(results.path.read_text())
         results.data["commands"] = list(dict.fromkeys([*old["commands"], *results.data["commands"]]))
         results.data["measured_by"] = old["measured_by"] | results.data["measured_by"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hf_fastattn.report.tables import table
+from statistics import median
+
+from hf_fastattn.report.tables import table, thousands
 
 from .words import bandwidth, by_method, figure, model
 
@@ -142,4 +144,59 @@ def softmax(result: dict) -> str:
         f"{by_method(result)}:\n\n{table(head, rows)}\n\nA layer's attention and projections for one new token, microseconds, "
         f"{', '.join({row['heads']: None for row in steps})}:\n\n"
         + table(["tokens", "without a cache", "with it", "ratio", "ratio of operations"], lines)
+    )
+
+
+def linear(result: dict) -> str:
+    rows = result["rows"]
+    names = [*rows[0]["us"]]
+    lines = [[thousands(row["length"]), *(figure(row["us"][name]) for name in names)] for row in rows]
+    head = ["tokens before", *(f"`{name}`" for name in names)]
+    sizes = ", ".join(f"{size / 1e6:.1f} MB for `{name}`" for name, size in rows[-1]["bytes"].items())
+    return (
+        f"**A step of one layer of linear attention, microseconds**, one row, heads {result['heads'].replace(',', '/')}, beside exact attention "
+        f"{by_method(result)}; it reads {sizes} at {thousands(rows[-1]['length'])}:\n\n{table(head, lines)}"
+    )
+
+
+def unified(result: dict) -> str:
+    gains, rows = sorted(row["gain"] for row in result["rows"]), []
+    for row in sorted(result["rows"], key=lambda row: -row["gain"])[:8]:
+        rows.append([row["shape"], *(figure(row["us"][name], 2) for name in ("maximum", "unified")), f"{row['gain']:.1%}"])
+    ends = f"from {gains[0]:.1%} to {gains[-1]:.1%}, median {median(gains):.1%}"
+    long = max(row["gain"] for row in result["rows"] if row["us"]["maximum"] > 30)
+    return (
+        f"**What `split_kv` gains at most without the maximum**, {len(gains)} shapes, {ends}; of calls above 30 us "
+        f"at most {long:.1%} {by_method(result)}. The largest, microseconds:\n\n"
+        + table(["rows, heads, head_dim, keys", "with the maximum", "without", "gain"], rows)
+    )
+
+
+def sampling(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        figures = [figure(row[name][what], 3) for what in ("ms", "above_ms") for name in ("stock", "patched")]
+        rows.append([row["case"], row["setting"], *figures])
+    head = ["", "", *(f"{what}, {name}" for what in ("ms", "above greedy") for name in ("stock", "`patch()`"))]
+    return f"**Sampled tokens, milliseconds**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
+
+
+def kv_dtype(result: dict) -> str:
+    calls, steps, rivals, found = [], [], [], []
+    for row in result["rows"]:
+        if "us" in row:
+            us = row["us"]
+            figures = [figure(us[name]) for name in ("16 bits", "int8", "fp8")]
+            figures += [figure(row["over_16_bits"][name], 2, "x") for name in ("int8", "fp8")]
+            calls.append([row["shape"], f"{row['kv_bytes'] / 2**20:.0f} MiB", *figures])
+            continue
+        rivals = [name for name, each in row.items() if isinstance(each, dict) and "ms" in each]
+        steps += [[row["case"], name, figure(row[name]["ms"], 2), f"{row[name]['peak_bytes'] / 1e9:.1f}"] for name in rivals]
+        found += row.get("missing", {})
+    missing = f" Not installed: {', '.join(dict.fromkeys(found))}." if found else ""
+    head = ["rows, heads, head_dim, keys", "K and V in 16 bits", "us, 16 bits", "int8", "fp8", "16 bits / int8", "16 bits / fp8"]
+    return (
+        f"**K and V in 8 bits: decode calls of `lean`** {by_method(result)}:\n\n{table(head, calls)}\n\nTokens of `generate()`, "
+        f"{model(result)}; the first three under `patch()`, the others stock.{missing}\n\n"
+        + table(["batch x prompt", "K and V", "ms per token", "peak GB"], steps)
     )
