@@ -1,4 +1,4 @@
-"""Attention of models with ALiBi (Bloom, MPT) by a backend, in place of their own code."""
+"""Attention of models with code of their own (Bloom, MPT, Falcon) by a backend in its place."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from . import subclass
 
 
 def replace(model: hf.PreTrainedModel, backend: str) -> None:
-    """Let the attention of the layers run a backend, if the model has ALiBi."""
-    if (found := hf.alibi(model)) is not None:
+    """Let the attention of the layers run a backend, if its code is the model's own."""
+    if (found := hf.own_attention(model)) is not None:
         for module in model.modules():
             if type(module).__name__ == found.layer:
                 subclass.replace(module, _fuse(model.config.model_type, found, backend))
 
 
 @cache
-def _fuse(model_type: str, found: hf.Alibi, backend: str) -> subclass.Fuse:
+def _fuse(model_type: str, found: hf.OwnAttention, backend: str) -> subclass.Fuse:
     return partial(_changed, found, backend)
 
 
-def _changed(found: hf.Alibi, backend: str, forward: subclass.Forward) -> subclass.Forward:
+def _changed(found: hf.OwnAttention, backend: str, forward: subclass.Forward) -> subclass.Forward:
     return found.forward(partial(attention_forward, backend), _dense, forward)
 
 
