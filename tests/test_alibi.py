@@ -10,6 +10,7 @@ from test_training import agree
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.attention.backend import count_calls
+from hf_fastattn.attention.function import attention_forward
 from hf_fastattn.kernels import TritonKernel, reference
 from hf_fastattn.kernels.biased import biased
 from hf_fastattn.kernels.spec import KV, Spec
@@ -142,18 +143,106 @@ def test_modes_of_generate(name, captured_steps):
 
 
 @torch.no_grad()
-def test_its_own_code_runs_for_weights_and_others_are_refused():
-    model = tiny("bloom", **MODELS["bloom"])
-    want = model(IDS, output_attentions=True).attentions
-    with pytest.raises(ValueError, match="has ALiBi, which 'streaming' does not support"):
-        hf_fastattn.patch(model, "streaming")
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon with ALiBi", "falcon"])
+def test_refusals(name):
+    model = make_model(name)
+    has = "attention code of its own" if name == "falcon" else "ALiBi"
+    for backend in ("streaming", "linear"):
+        with pytest.raises(ValueError, match=f"has {has}, which '{backend}' does not support"):
+            hf_fastattn.patch(model, backend)
+    with hf_fastattn.patch(model), pytest.raises(ValueError, match=r"never forms the attention weights .*unpatch\(\)"):
+        model(IDS, output_attentions=True)
+    assert model(IDS, output_attentions=True).attentions[0].shape == (2, 4, 30, 30)
+    if name == "falcon":
+        return
     with pytest.raises(ValueError, match="kv_dtype='int8' is for models without ALiBi"):
         hf_fastattn.patch(model, kv_dtype="int8")
+    with (
+        hf_fastattn.patch(model),
+        pytest.raises(ValueError, match=r"bias of keys \(ALiBi\), which .* beside pages"),
+    ):
+        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+    if name == "falcon with ALiBi":
+        with pytest.raises(ValueError, match=r'added twice by the code of "eager"\. Load it with .*"sdpa"'):
+            hf_fastattn.patch(tiny("falcon", **MODELS[name] | {"attn_implementation": "eager"}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["falcon", "falcon with groups"])
+def test_falcon_with_rotations_has_what_other_models_have(name):
+    model, ids = make_model(name), torch.arange(4 * 90).view(4, 90) % 97 + 5
+    mask = torch.ones_like(ids)
+    mask[:3, :80] = 0
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), want)
+        assert "240 tokens of padding" in str(patch)
+        texts = [row[live.bool()].tolist() for row, live in zip(ids, mask, strict=True)]
+        found = model.generate_batch(texts, max_new_tokens=5)
+        assert [each.generated_tokens for each in found.values()] == want[:, 90:].tolist()
+    with hf_fastattn.patch(model, kv_dtype="int8"):
+        assert model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False).shape == want.shape
+    assert hf_fastattn.explain(model, length=64).facts.num_kv_heads == (1 if name == "falcon" else 2)
+
+
+@torch.no_grad()
+def test_dropout_of_weights():
+    model = tiny("bloom", **MODELS["bloom"] | {"attention_dropout": 0.3})
+    with hf_fastattn.patch(model), count_calls() as calls:
+        first, second = (model.train()(IDS, use_cache=False).logits for _ in range(2))
+        assert not torch.allclose(first, second) and torch.equal(model.eval()(IDS).logits, model(IDS).logits)
+    assert calls == {"lean.prefill": 4, "lean.decode": 4}
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_dense_path_adds_the_bias(dense, device):
+    """With gradients: for any mask, and for a bias that has one itself."""
+    q, k, v = (torch.randn(2, 4, 9, 16, device=device, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 4, 9, device=device, requires_grad=not dense)
+    seen = torch.ones(9, 9, dtype=torch.bool, device=device).tril()[None, None].repeat(2, 1, 1, 1)
+    seen[:, :, 5, 2] = not dense
+    scores = (q @ k.transpose(2, 3) / 4 + bias[:, :, None]).masked_fill(~seen, -torch.inf)
+    want = (torch.softmax(scores, -1) @ v).transpose(1, 2)
+    with count_calls() as calls:
+        out, _ = attention_forward("lean", torch.nn.Module(), q, k, v, seen if dense else None, key_bias=bias)
+    assert calls == {"lean.dense": 1}
+    given, dout = [q, k, v, *([] if dense else [bias])], torch.randn_like(out)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    found, expected = (torch.autograd.grad(x, given, dout) for x in (out, want))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled(name):
+    model = make_model(name)
+    torch._dynamo.reset()
+
+    def gradients(forward):
+        model.zero_grad()
+        forward(IDS, attention_mask=PADDED, use_cache=False).logits[:, 7:].square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    with torch.no_grad():
+        want = model(IDS, attention_mask=PADDED).logits
+    expected = gradients(model)
     with hf_fastattn.patch(model):
-        got = model(IDS, output_attentions=True).attentions
-        assert all(map(torch.equal, got, want))
-        with pytest.raises(ValueError, match=r"bias of keys \(ALiBi\), which the kernels do not read beside pages"):
-            model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+        forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+        with count_calls() as calls:
+            agree(gradients(forward), expected, atol=1e-3 * max(x.abs().max().item() for x in expected.values()))
+            with torch.no_grad():
+                got = forward(IDS, attention_mask=PADDED, use_cache=False).logits
+        torch.testing.assert_close(got[:, 7:], want[:, 7:], rtol=1e-3, atol=1e-3)
+        assert calls["lean.prefill"] + calls["lean.decode"] == 4 and calls["lean.backward"] == 2 and not calls["lean.dense"]
+
+
+@torch.no_grad()
+def test_a_product_of_bloom_in_parts():
+    model = tiny("bloom", **MODELS["bloom"], pretraining_tp=2, slow_but_exact=True)
+    want = model(IDS).logits
+    assert not torch.allclose(tiny("bloom", **MODELS["bloom"])(IDS).logits, want, atol=1e-2)
+    with hf_fastattn.patch(model):
+        torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -163,7 +252,7 @@ def test_a_mask_of_the_user_and_one_without_a_cache(name):
     model, mask = make_model(name), torch.zeros(2, 1, 30, 30)
     mask[..., 1] = torch.finfo(torch.float32).min
     calls = [
-        {"attention_mask": mask} if name == "mpt" else {"attention_mask": PADDED},  # Bloom takes none with 4 dimensions
+        {"attention_mask": PADDED if hf.counts_without_mask(model.config) or name == "bloom" else mask},  # they take none of 4-D
         {"use_cache": False},
     ]
     want = [model(IDS, **each).logits for each in calls]

@@ -157,7 +157,8 @@ def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor 
     ids = inputs["input_ids"]
     if inputs["attention_mask"] is None and counts_without_mask(model.config):
         slots = torch.arange(inputs[CACHE].get_mask_sizes(ids.shape[1], 0)[0], device=ids.device)
-        return (slots < inputs[CACHE].get_seq_length() + ids.shape[1]).expand(len(ids), -1)
+        live: torch.Tensor = slots < inputs[CACHE].get_seq_length() + ids.shape[1]
+        return live.expand(len(ids), -1)
     create: Callable[..., torch.Tensor | dict[str, torch.Tensor] | None]
     create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     made = create(

@@ -91,7 +91,7 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     if backend.linear:
         check_kinds(model.config)
         if hf.tensor_parallel_mesh(model) is not None:
-            raise ValueError(f"{name} is shared by several ranks, which {backend.name!r} does not support. Use 'lean', for example.")
+            raise ValueError(f"{name} is shared by several ranks, which {backend.name!r} does not support. Use 'lean'.")
     if hf.is_stage(model):
         raise ValueError(
             f"{name} cannot be patched: this rank has a part of its layers (pipeline parallelism), and masks are made for the "

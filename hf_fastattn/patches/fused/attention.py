@@ -1,15 +1,14 @@
-"""Attention of models with code of their own (Bloom, MPT, Falcon) by a backend in its place."""
+"""Attention of models with code of their own for it (Bloom, MPT, Falcon) by a backend in its place."""
 
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import torch
 
 from ... import hf
-from ...attention import masks
 from ...attention.function import attention_forward
-from ...kernels import reference
 from . import subclass
 
 
@@ -17,20 +16,28 @@ def replace(model: hf.PreTrainedModel, backend: str) -> None:
     """Let the attention of the layers run a backend, if its code is the model's own."""
     if (found := hf.own_attention(model)) is not None:
         for module in model.modules():
-            if type(module).__name__ == found.layer:
-                subclass.replace(module, _fuse(model.config.model_type, found, backend))
+            if type(module).__name__ == found.attention:
+                subclass.replace(module, _fuse(found, backend))
+            elif type(module).__name__ == found.layer:
+                subclass.replace(module, _without_weights)
 
 
 @cache
-def _fuse(model_type: str, found: hf.OwnAttention, backend: str) -> subclass.Fuse:
-    return partial(_changed, found, backend)
+def _fuse(found: hf.OwnAttention, backend: str) -> subclass.Fuse:
+    return partial(_attention, found, backend)
 
 
-def _changed(found: hf.OwnAttention, backend: str, forward: subclass.Forward) -> subclass.Forward:
-    return found.forward(partial(attention_forward, backend), _dense, forward)
+def _attention(found: hf.OwnAttention, backend: str, forward: subclass.Forward) -> subclass.Forward:
+    return found.forward(partial(attention_forward, backend))
 
 
-def _dense(mask: object, q_len: int, kv_len: int) -> torch.Tensor:
-    if isinstance(mask, masks.Mask):
-        return masks.dense(mask)
-    return reference.visible(q_len, kv_len, torch.device("cpu"), None, True, None)[:, None]
+def _without_weights(forward: subclass.Forward) -> subclass.Forward:
+    def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("output_attentions"):
+            raise ValueError(
+                f"A patched {type(self).__name__} never forms the attention weights that output_attentions=True requests. Call "
+                "hf_fastattn.unpatch() on the model to get them."
+            )
+        return forward(self, *args, **kwargs)
+
+    return run
