@@ -43,7 +43,7 @@ from .longrope import *
 from .masks import *
 from .models import *
 from .norms import *
-from .own_attention import *
+from .own_code import *
 from .packages import *
 from .parallel import *
 from .quantised import *

@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import hf_fastattn_autoload
 
 from .caches import CACHES
-from .own_attention import own_attention
+from .own_code import own_attention
 from .source import modeling_source
 
 try:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .caches import CACHE, as_masked, check_window, has_window
-from .own_attention import counts_without_mask
+from .own_code import counts_without_mask
 from .source import modeling_source
 
 Flags = tuple[bool, bool, bool]  # of a mask function: use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
