@@ -24,7 +24,7 @@ def why_not(
 ) -> str | None:
     """The reason why the backend has no gradients for such tensors, as a predicate for its name; None if it has.
 
-    in_spans: whether spans describe the mask. dropped: whether there is dropout.
+    in_spans: whether spans describe the mask. dropped: whether there is dropout. key_bias: of `attend`.
     """
     if dropped and not (backend.dropout and backend.backward):
         return "has no dropout"

@@ -35,8 +35,8 @@ def _without_weights(forward: subclass.Forward) -> subclass.Forward:
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("output_attentions"):
             raise ValueError(
-                f"A patched {type(self).__name__} never forms the attention weights that output_attentions=True requests. Call "
-                "hf_fastattn.unpatch() on the model to get them."
+                f"This patched {type(self).__name__} never forms the attention weights that output_attentions=True requests. "
+                "Call hf_fastattn.unpatch() on the model to get them."
             )
         return forward(self, *args, **kwargs)
 
