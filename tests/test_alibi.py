@@ -121,6 +121,26 @@ def test_texts_beyond_the_longest_of_mpt_continue_its_bias(captured_steps):
         assert torch.equal(model.generate(IDS, attention_mask=PADDED, max_new_tokens=20, do_sample=False), tokens)
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_turns_with_padding(name, beams, captured_steps):
+    model = make_model(name)
+
+    def turns():
+        ids, mask, cache = IDS[:, :12], PADDED[:, :12], None
+        for more in (IDS[:, 12:20], IDS[:, 20:25]):
+            given = {"attention_mask": mask, "max_new_tokens": 4, "num_beams": beams, "do_sample": False, hf.CACHE: cache}
+            found = model.generate(ids, return_dict_in_generate=True, **given)
+            cache = found[hf.CACHE] if beams == 1 else None
+            ids = torch.cat([found.sequences, more], 1)
+            mask = torch.cat([mask, torch.ones_like(ids)[:, mask.shape[1] :]], 1)
+        return ids
+
+    want = turns()
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(turns(), want) and patch.captures > 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_modes_of_generate(name, captured_steps):
     model = make_model(name)
