@@ -1,11 +1,14 @@
 """The bias of keys (ALiBi) in the kernels; Bloom, MPT and Falcon under patch() compared with their own code."""
 
+import copy
+
 import pytest
 import test_kernels
 import torch
 from cases import Case, make
 from models import tiny
 from test_training import agree
+from transformers.models.falcon.modeling_falcon import FalconFlashAttention2
 
 import hf_fastattn
 from hf_fastattn import hf
@@ -190,8 +193,12 @@ def test_falcon_with_rotations_has_what_other_models_have(name):
     mask = torch.ones_like(ids)
     mask[:3, :80] = 0
     want = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    for layer in model.transformer.h:
+        if name == "falcon":  # as loaded with flash_attention_2
+            layer.self_attention.__class__ = FalconFlashAttention2
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), want)
+        assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
         assert "240 tokens of padding" in str(patch)
         texts = [row[live.bool()].tolist() for row, live in zip(ids, mask, strict=True)]
         found = model.generate_batch(texts, max_new_tokens=5)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .caches import CACHE
+from .caches import CACHE, cache_in
 
 __all__ = ["OwnAttention", "counts_without_mask", "has_alibi", "own_attention", "why_not_own_attention"]
 
@@ -20,8 +20,8 @@ Forward = Callable[..., Any]
 
 
 class OwnAttention(NamedTuple):
-    """The attention of a model. layer, attention: the names of the classes of its layers and of their attention. forward:
-    attend -> a forward of the latter that returns no weights of attention."""
+    """The attention of a model. layer, attention: the names of the classes of its layers and of their attention, which may have
+    subclasses. forward: attend -> a forward of the latter that returns no weights of attention."""
 
     layer: str
     attention: str
@@ -81,7 +81,7 @@ def _mpt(attend: Attend) -> Forward:
         if self.clip_qkv:
             qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
         query, key, value = (x.view(batch, q_len, self.n_heads, self.head_dim).transpose(1, 2) for x in qkv.chunk(3, dim=2))
-        if (cache := given.get(CACHE)) is not None:
+        if (cache := cache_in(given)) is not None:
             key, value = cache.update(key, value, self.layer_idx)
         bias, keys = position_bias[:, 0], key.shape[2]
         if (more := keys - bias.shape[1]) > 0:  # slots past max_seq_len, whose biases continue those before

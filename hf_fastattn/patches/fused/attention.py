@@ -16,9 +16,10 @@ def replace(model: hf.PreTrainedModel, backend: str) -> None:
     """Let the attention of the layers run a backend, if its code is the model's own."""
     if (found := hf.own_attention(model)) is not None:
         for module in model.modules():
-            if type(module).__name__ == found.attention:
+            names = {each.__name__ for each in type(module).__mro__}
+            if found.attention in names:
                 subclass.replace(module, _fuse(found, backend))
-            elif type(module).__name__ == found.layer:
+            elif found.layer in names:
                 subclass.replace(module, _without_weights)
 
 
