@@ -23,8 +23,8 @@ model, or its steps run without a graph. **No**: load the model without `attn_im
 {popular}
 
 `hf-fastattn explain MODEL` says the same of a checkpoint, from its configuration, unless it has recurrent states or latent
-attention. Another model is found by its class (`architectures` in `config.json`) in the table. Bloom and MPT, whose attention is
-not Transformers' interface, run under `patch()` ([ALiBi](guides/patch.md#alibi)); Falcon does not.
+attention. Another model is found by its class (`architectures` in `config.json`) in the table. Bloom, MPT and Falcon, whose
+attention is not Transformers' interface, run under `patch()` ([ALiBi](guides/patch.md#alibi)).
 
 ## All models
 

@@ -1,14 +1,19 @@
-"""ALiBi: the bias of keys in the kernels, and Bloom and MPT under patch() compared with their own code."""
+"""The bias of keys (ALiBi) in the kernels; Bloom, MPT and Falcon under patch() compared with their own code."""
+
+import copy
 
 import pytest
 import test_kernels
 import torch
 from cases import Case, make
 from models import tiny
+from test_training import agree
+from transformers.models.falcon.modeling_falcon import FalconFlashAttention2
 
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.attention.backend import count_calls
+from hf_fastattn.attention.function import attention_forward
 from hf_fastattn.kernels import TritonKernel, reference
 from hf_fastattn.kernels.biased import biased
 from hf_fastattn.kernels.spec import KV, Spec
@@ -67,7 +72,18 @@ def test_what_would_be_ignored_is_refused(device):
 MODELS = {
     "bloom": {"n_head": 4, "n_layer": 2, "use_cache": True},
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 60, "use_cache": True},
+    # Its bias is added twice with "eager".
+    "falcon with ALiBi": {"attn_implementation": "sdpa", "alibi": True, "multi_query": False, "parallel_attn": False},
+    "falcon": {"attn_implementation": "sdpa"},  # one KV head
+    "falcon with groups": {"attn_implementation": "sdpa", "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon with one biased KV head": {"attn_implementation": "sdpa", "alibi": True},
 }
+
+
+def make_model(name):
+    return tiny(name.partition(" ")[0], **MODELS[name])
+
+
 IDS = torch.arange(60).view(2, 30) % 97 + 5
 PADDED = torch.ones_like(IDS)
 PADDED[0, :7] = 0
@@ -78,22 +94,25 @@ HOLES[1, 10:13] = 0  # Bloom counts the tokens that the mask keeps
 @pytest.mark.parametrize("mask", [None, PADDED, HOLES], ids=["whole", "padded", "holes"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_and_gradients_are_those_of_the_model(name, mask, captured_steps):
-    model = tiny(name, **MODELS[name])
+    model = make_model(name)
     generate = lambda: model.generate(IDS, attention_mask=mask, max_new_tokens=9, do_sample=False)  # noqa: E731
+
+    live = torch.ones_like(IDS) if mask is None else mask  # the rows of padding, which sees nothing, are another uniform mean
 
     def gradients():
         model.zero_grad()
-        model(IDS, attention_mask=mask).logits.square().mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
+        (model(IDS, attention_mask=mask).logits.square().mean(-1) * live).sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     tokens, expected = generate(), gradients()
     with hf_fastattn.patch(model) as patch:
         with count_calls() as calls:
             assert torch.equal(generate(), tokens) and torch.equal(generate(), tokens)
-        old = name == "bloom" and mask is None and hf.CACHE != "cache"  # it counts tokens on the host there
-        assert sum(calls.values()) and (patch.captures > 0 or old)
-        assert all(map(torch.equal, gradients(), expected))  # of its own code
-    assert torch.equal(generate(), tokens) and not subclass.is_fused(next(iter(attention_of(model))))
+        assert sum(calls.values()) and not calls["lean.dense"] and patch.captures > 0
+        with count_calls() as calls:
+            agree(gradients(), expected)
+        assert calls == {"lean.prefill": 2, "lean.backward": 2}
+    assert torch.equal(generate(), tokens) and not any(map(subclass.is_fused, model.modules()))
 
 
 @torch.no_grad()
@@ -105,13 +124,29 @@ def test_texts_beyond_the_longest_of_mpt_continue_its_bias(captured_steps):
         assert torch.equal(model.generate(IDS, attention_mask=PADDED, max_new_tokens=20, do_sample=False), tokens)
 
 
-def attention_of(model):
-    return [module for module in model.modules() if type(module).__name__ == hf.alibi(model).layer]
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_turns_with_padding(name, beams, captured_steps):
+    model = make_model(name)
+
+    def turns():
+        ids, mask, cache = IDS[:, :12], PADDED[:, :12], None
+        for more in (IDS[:, 12:20], IDS[:, 20:25]):
+            given = {"attention_mask": mask, "max_new_tokens": 4, "num_beams": beams, "do_sample": False, hf.CACHE: cache}
+            found = model.generate(ids, return_dict_in_generate=True, **given)
+            cache = found[hf.CACHE] if beams == 1 else None
+            ids = torch.cat([found.sequences, more], 1)
+            mask = torch.cat([mask, torch.ones_like(ids)[:, mask.shape[1] :]], 1)
+        return ids
+
+    want = turns()
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(turns(), want) and patch.captures > 0
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_modes_of_generate(name, captured_steps):
-    model = tiny(name, **MODELS[name])
+    model = make_model(name)
     for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 7}, {"num_return_sequences": 2}):
         ids = IDS[: 1 if "prompt_lookup_num_tokens" in options else 2]
         if "num_return_sequences" in options:
@@ -127,28 +162,120 @@ def test_modes_of_generate(name, captured_steps):
 
 
 @torch.no_grad()
-def test_its_own_code_runs_for_weights_and_others_are_refused():
-    model = tiny("bloom", **MODELS["bloom"])
-    want = model(IDS, output_attentions=True).attentions
-    with pytest.raises(ValueError, match="has ALiBi, which 'streaming' does not support"):
-        hf_fastattn.patch(model, "streaming")
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon with ALiBi", "falcon"])
+def test_refusals(name):
+    model = make_model(name)
+    has = "attention code of its own" if name == "falcon" else "ALiBi"
+    for backend in ("streaming", "linear"):
+        with pytest.raises(ValueError, match=f"has {has}, which '{backend}' does not support"):
+            hf_fastattn.patch(model, backend)
+    with hf_fastattn.patch(model), pytest.raises(ValueError, match=r"never forms the attention weights .*unpatch\(\)"):
+        model(IDS, output_attentions=True)
+    assert model(IDS, output_attentions=True).attentions[0].shape == (2, 4, 30, 30)
+    if name == "falcon":
+        return
     with pytest.raises(ValueError, match="kv_dtype='int8' is for models without ALiBi"):
         hf_fastattn.patch(model, kv_dtype="int8")
+    with (
+        hf_fastattn.patch(model),
+        pytest.raises(ValueError, match=r"bias of keys \(ALiBi\), which .* beside pages"),
+    ):
+        model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+    if name == "falcon with ALiBi":
+        with pytest.raises(ValueError, match=r'added twice by the code of "eager"\. Load it with .*"sdpa"'):
+            hf_fastattn.patch(tiny("falcon", **MODELS[name] | {"attn_implementation": "eager"}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["falcon", "falcon with groups"])
+def test_falcon_with_rotations_has_what_other_models_have(name):
+    model, ids = make_model(name), torch.arange(4 * 90).view(4, 90) % 97 + 5
+    mask = torch.ones_like(ids)
+    mask[:3, :80] = 0
+    want = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    for layer in model.transformer.h:
+        if name == "falcon":  # as loaded with flash_attention_2
+            layer.self_attention.__class__ = FalconFlashAttention2
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False), want)
+        assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+        assert "240 tokens of padding" in str(patch)
+        texts = [row[live.bool()].tolist() for row, live in zip(ids, mask, strict=True)]
+        found = model.generate_batch(texts, max_new_tokens=5)
+        assert [each.generated_tokens for each in found.values()] == want[:, 90:].tolist()
+    with hf_fastattn.patch(model, kv_dtype="int8"):
+        assert model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False).shape == want.shape
+    assert hf_fastattn.explain(model, length=64).facts.num_kv_heads == (1 if name == "falcon" else 2)
+
+
+@torch.no_grad()
+def test_dropout_of_weights():
+    model = tiny("bloom", **MODELS["bloom"] | {"attention_dropout": 0.3})
+    with hf_fastattn.patch(model), count_calls() as calls:
+        first, second = (model.train()(IDS, use_cache=False).logits for _ in range(2))
+        assert not torch.allclose(first, second) and torch.equal(model.eval()(IDS).logits, model(IDS).logits)
+    assert calls == {"lean.prefill": 4, "lean.decode": 4}
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_dense_path_adds_the_bias(dense, device):
+    """With gradients: for any mask, and for a bias that has one itself."""
+    q, k, v = (torch.randn(2, 4, 9, 16, device=device, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 4, 9, device=device, requires_grad=not dense)
+    seen = torch.ones(9, 9, dtype=torch.bool, device=device).tril()[None, None].repeat(2, 1, 1, 1)
+    seen[:, :, 5, 2] = not dense
+    scores = (q @ k.transpose(2, 3) / 4 + bias[:, :, None]).masked_fill(~seen, -torch.inf)
+    want = (torch.softmax(scores, -1) @ v).transpose(1, 2)
+    with count_calls() as calls:
+        out, _ = attention_forward("lean", torch.nn.Module(), q, k, v, seen if dense else None, key_bias=bias)
+    assert calls == {"lean.dense": 1}
+    given, dout = [q, k, v, *([] if dense else [bias])], torch.randn_like(out)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    found, expected = (torch.autograd.grad(x, given, dout) for x in (out, want))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled(name):
+    model = make_model(name)
+    torch._dynamo.reset()
+
+    def gradients(forward):
+        model.zero_grad()
+        forward(IDS, attention_mask=PADDED, use_cache=False).logits[:, 7:].square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    with torch.no_grad():
+        want = model(IDS, attention_mask=PADDED).logits
+    expected = gradients(model)
     with hf_fastattn.patch(model):
-        got = model(IDS, output_attentions=True).attentions
-        assert all(map(torch.equal, got, want))
-        with pytest.raises(ValueError, match=r"bias of keys \(ALiBi\), which the kernels do not read beside pages"):
-            model.generate_batch([[5, 6, 7]], max_new_tokens=2)
+        forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+        with count_calls() as calls:
+            agree(gradients(forward), expected, atol=1e-3 * max(x.abs().max().item() for x in expected.values()))
+            with torch.no_grad():
+                got = forward(IDS, attention_mask=PADDED, use_cache=False).logits
+        torch.testing.assert_close(got[:, 7:], want[:, 7:], rtol=1e-3, atol=1e-3)
+        assert calls["lean.prefill"] + calls["lean.decode"] == 4 and calls["lean.backward"] == 2 and not calls["lean.dense"]
+
+
+@torch.no_grad()
+def test_a_product_of_bloom_in_parts():
+    model = tiny("bloom", **MODELS["bloom"], pretraining_tp=2, slow_but_exact=True)
+    want = model(IDS).logits
+    assert not torch.allclose(tiny("bloom", **MODELS["bloom"])(IDS).logits, want, atol=1e-2)
+    with hf_fastattn.patch(model):
+        torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mask_of_the_user_and_one_without_a_cache(name):
     """4-D, added to the scores: each token sees all but the second one."""
-    model, mask = tiny(name, **MODELS[name]), torch.zeros(2, 1, 30, 30)
+    model, mask = make_model(name), torch.zeros(2, 1, 30, 30)
     mask[..., 1] = torch.finfo(torch.float32).min
     calls = [
-        {"attention_mask": mask} if name == "mpt" else {"attention_mask": PADDED},  # Bloom takes none with 4 dimensions
+        {"attention_mask": PADDED if hf.counts_without_mask(model.config) or name == "bloom" else mask},  # they take none of 4-D
         {"use_cache": False},
     ]
     want = [model(IDS, **each).logits for each in calls]

@@ -528,7 +528,10 @@ REFUSED = {
     "doge": ({}, "adds a mask of its own to the one it is given, which must be dense. Leave it unpatched."),
     "t5": ({"auto": AutoModel, "d_model": 64, "num_heads": 4}, r"T5Model has no generate\(\), .* if its code lets it\."),
     "bloom": ({"auto": AutoModel, "n_head": 4}, r"BloomModel has no generate\(\), .* if its code lets it\."),
-    "falcon": ({}, "never asks Transformers' attention interface"),
+    "gpt_neo": (
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+        "never asks Transformers' attention interface",
+    ),
     **({} if NEW_NAME else {"gptj": ({"n_layer": 1, "n_head": 4, "n_embd": 64, "rotary_dim": 8}, "cannot be patched")}),
     "minimax": ({"num_hidden_layers": 2}, "keeps its recurrent states outside"),
 }

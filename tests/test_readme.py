@@ -147,7 +147,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "torch.export": lambda: _export(),
     "training under": lambda: _train_streaming(),
     "output_attentions": lambda: _generate(tiny("llama", "lean"), output_attentions=True, return_dict_in_generate=True),
-    "Falcon": lambda: hf_fastattn.patch(tiny("falcon")),
+    "GPT-Neo": lambda: hf_fastattn.patch(tiny("gpt_neo", num_layers=2, num_heads=4, attention_types=[[["global"], 2]])),
     "T5": lambda: _generate(tiny("t5", "lean", auto=AutoModelForSeq2SeqLM, **T5)),
     "packed": lambda: _packed(2, [0, 4, 8]),
     "cumulative lengths": lambda: _packed(1, [0, 4, 9]),

@@ -197,10 +197,11 @@ def test_compiled(compiled, family, padding, device):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_the_ops_pass_opcheck(dropout, device):
     q = torch.randn(1, 4, 5, 16, device=device, requires_grad=True)
-    k = torch.randn(1, 2, 7, 16, device=device, requires_grad=True)
+    k = torch.randn(1, 4 if dropout else 2, 7, 16, device=device, requires_grad=True)
     sinks = torch.randn(4, device=device, requires_grad=True)
+    bias = torch.randn(1, 4, 7, device=device) if dropout else None
     seed = torch.tensor([1], device=device) if dropout else None
-    arguments = ("reference", q, k, k, None, sinks, seed, *Spec(softcap=5.0, dropout=dropout))
+    arguments = ("reference", q, k, k, None, sinks, seed, bias, *Spec(softcap=5.0, dropout=dropout))
     torch.library.opcheck(torch.ops.hf_fastattn.flash_attn, arguments)
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fastattn import registry
 from hf_fastattn.kernels import HAS_TRITON, TritonKernel, checks, dropout, reference
+from hf_fastattn.kernels.biased import biased
 from hf_fastattn.kernels.host import gpu, tables
 from hf_fastattn.kernels.spans import build_spans, has_rows, segments, segments_of_lengths, with_rows
 from hf_fastattn.kernels.spec import KV, Spec
@@ -46,6 +47,7 @@ class Case(cases.Case):
     expanded: tuple[int, ...] = ()  # dimensions in which dout is expanded: all in the gradient of a sum
     dropout: float = 0.0
     portable: bool = False  # on Hopper too
+    biases: int = 0  # rows of a bias of keys (ALiBi), 1 for one of all rows; 0 for none
 
     @property
     def has_spans(self) -> bool:
@@ -84,6 +86,11 @@ CASES = [
     replace(_padded, dropout=0.3, causal=False, softcap=3.0),
     replace(_packed, dropout=0.3, window=20, dtype="fp16"),
     Case(dropout=0.97, q_len=40, window=19, num_heads=4, num_kv_heads=2, head_dim=24, value_dim=40),
+    *(Case(num_kv_heads=2, biases=1, dtype=dtype) for dtype in ("fp32", "fp16")),
+    replace(_padded, num_kv_heads=2, biases=2, window=19, sinks=True, dlse=True),
+    Case(batch=2, rows=((0, 0, 0.0), (5, LENGTH, 0.4)), num_kv_heads=2, biases=2, causal=False, softcap=2.0),
+    replace(_packed, num_kv_heads=2, biases=1, dropout=0.3, dtype="fp16"),
+    Case(q_len=33, kv_len=35, num_kv_heads=2, biases=1, head_dim=192, value_dim=128),
     *(Case(head_dim=d, value_dim=dv, q_len=33, kv_len=35) for d, dv in ((24, None), (40, 72), (256, None), (192, 128))),
 ]
 if ON_GPU:
@@ -110,25 +117,36 @@ def make(case: Case, device) -> SimpleNamespace:
     by_any = x.seen.any(1)
     outside = ~(np.logical_or.accumulate(by_any, 1) & np.logical_or.accumulate(by_any[:, ::-1], 1)[:, ::-1])
     k, v = (t.masked_fill(torch.as_tensor(outside, device=device)[:, None, :, None], float("nan")) for t in (x.k, x.v))
+    bias = None
+    if case.biases:  # that of slots outside may be NaN too
+        bias = torch.tensor([0.04, 0.01], device=device)[:, None] * torch.arange(case.kv_len, device=device)
+        bias = bias.repeat(case.biases, 1, 1)
+        if case.biases == case.batch:
+            bias.masked_fill_(torch.as_tensor(outside, device=device)[:, None], torch.nan)
     noise, shape = torch.Generator().manual_seed(len(case.id)), (*x.q.shape[:3], v.shape[3])
     dout = torch.randn([1 if i in case.expanded else n for i, n in enumerate(shape)], generator=noise).to(x.q).expand(shape)
     dlse = torch.randn(shape[:3], generator=noise).to(device) if case.dlse else None
     scoring = {name: x.options[name] for name in ("scale", "causal", "window", "softcap")}
     given = {"sink_logits": x.options["sink_logits"], "dout": dout, "dlse": dlse, "spans": x.spans, "seen": x.seen}
     q = x.q.transpose(1, 2).contiguous().transpose(1, 2)  # as of a projection
-    return SimpleNamespace(q=q, k=k, v=v, spec=Spec(**scoring, dropout=case.dropout), **given)
+    return SimpleNamespace(q=q, k=k, v=v, bias=bias, spec=Spec(**scoring, dropout=case.dropout), **given)
+
+
+def kv_of(x: SimpleNamespace, k=None, v=None) -> KV:
+    kv = KV(x.k if k is None else k, x.v if v is None else v)
+    return kv if x.bias is None else biased(kv, x.bias)
 
 
 def forward_of(x: SimpleNamespace, forward) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(out, lse, the argument with the seed of dropout)."""
     seed = {"seed": torch.tensor([SEED], device=x.q.device)} if x.spec.dropout else {}
-    return *forward(x.q, KV(x.k, x.v), x.spec, x.spans, sink_logits=x.sink_logits, return_lse=True, **seed), seed
+    return *forward(x.q, kv_of(x), x.spec, x.spans, sink_logits=x.sink_logits, return_lse=True, **seed), seed
 
 
 def gradients(x: SimpleNamespace, forward, backward) -> list[torch.Tensor | None]:
     out, lse, seed = forward_of(x, forward)
     given = seed | {"out": out, "lse": lse, "dout": x.dout, "dlse": x.dlse, "sink_logits": x.sink_logits}
-    return list(backward(x.q, KV(x.k, x.v), x.spec, x.spans, **given))
+    return list(backward(x.q, kv_of(x), x.spec, x.spans, **given))
 
 
 def by_autograd(x: SimpleNamespace, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -142,6 +160,8 @@ def by_autograd(x: SimpleNamespace, dtype: torch.dtype) -> list[torch.Tensor]:
     scores = q @ k.repeat_interleave(group, 1).transpose(2, 3) * (q.shape[3] ** -0.5 if x.spec.scale is None else x.spec.scale)
     if x.spec.softcap is not None:
         scores = x.spec.softcap * torch.tanh(scores / x.spec.softcap)
+    if x.bias is not None:
+        scores = scores + x.bias.to(dtype)[:, :, None]
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
@@ -281,6 +301,7 @@ GRADCHECKED = [
     Case(q_len=7, kv_len=7, head_dim=2, batch=2, rows=((0, 0, 0.0), (1, 6, 0.3))),
     Case(q_len=8, kv_len=8, head_dim=2, starts=((0, 3, 4),)),
     Case(q_len=6, kv_len=7, num_heads=2, head_dim=2, dropout=0.4),
+    Case(q_len=5, kv_len=7, num_kv_heads=2, head_dim=3, biases=1, softcap=2.0),
 ]
 
 
@@ -296,7 +317,7 @@ def test_the_reference_by_finite_differences(case, at_once, monkeypatch):
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, sinks):
-            out, lse = reference.attention(q, KV(k, v), x.spec, x.spans, sink_logits=sinks, return_lse=True, **seed)
+            out, lse = reference.attention(q, kv_of(x, k, v), x.spec, x.spans, sink_logits=sinks, return_lse=True, **seed)
             ctx.save_for_backward(q, k, v, sinks, out, lse)
             ctx.mark_non_differentiable(lse) if lse.isinf().any() else None
             return out, lse
@@ -306,7 +327,7 @@ def test_the_reference_by_finite_differences(case, at_once, monkeypatch):
             q, k, v, sinks, out, lse = ctx.saved_tensors
             dlse = None if lse.isinf().any() else dlse
             return reference.backward(
-                q, KV(k, v), x.spec, x.spans, out=out, lse=lse, dout=dout, dlse=dlse, sink_logits=sinks, **seed
+                q, kv_of(x, k, v), x.spec, x.spans, out=out, lse=lse, dout=dout, dlse=dlse, sink_logits=sinks, **seed
             )  # fmt: skip
 
     tensors = [None if t is None else t.double().nan_to_num(0.5).requires_grad_() for t in (x.q, x.k, x.v, x.sink_logits)]

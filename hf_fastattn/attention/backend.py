@@ -155,6 +155,15 @@ class Backend:
         return None
 
 
+def with_bias(kv: KV, bias: torch.Tensor | None) -> KV:
+    """K and V with a bias of keys (`kernels.biased`), if there is one."""
+    if bias is None:
+        return kv
+    from ..kernels.biased import biased  # with Triton
+
+    return biased(kv, bias)
+
+
 _backends: dict[str, Backend] = {}
 calls: Counter[str] = Counter()  # by "<backend>.<phase>"
 

@@ -36,8 +36,8 @@ def attention_forward(
 
     `attention_mask` is the result of the mask function, or a user's 4-D mask. Under autocast q, k and v are cast as in torch's
     sdpa. With gradients the ops of `training` run, or the dense path if the backend does not support their gradients
-    or dropout. key_bias: (batch, num_heads, kv_len), added to the scores, without gradients (`kernels.biased`). Raises
-    ValueError, TypeError or RuntimeError, with the reason, for arguments that would be ignored.
+    or dropout. key_bias: (batch, num_heads, kv_len), added to the scores (`kernels.biased`). Raises ValueError, TypeError or
+    RuntimeError, with the reason, for arguments that would be ignored.
     """
     compiling, backend = torch.compiler.is_compiling(), get(name)
     refuse.tracing(name, attention_mask)
@@ -52,7 +52,6 @@ def attention_forward(
         mask = packed.of_prompts(backend, mask, prompts, query)
     if (rows := steps.ragged()) is not None:
         rows.check(mask)
-    refuse.bias(name, key_bias, backend.streaming, compiling)
     if not compiling:
         refuse.other_than_stored(key, value)
         refuse.pages_without_mask(mask, key)
@@ -97,12 +96,13 @@ def attention_forward(
         query, key, value = steps.channels_last(query, key, value)
     dropped = dropout != 0 and module.training
     spec = Spec(scaling, causal, window, softcap, sinks, interleaved, dropout if dropped else 0.0)
-    of_graph = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value, s_aux, mask))
+    given = query, key, value, s_aux, mask, key_bias
+    of_graph = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     if dropped or of_graph:
-        refuse.other_forms(name, steps.kv_of(key, value), key_bias is not None)
-        lacks = training.why_not(backend, query, value, in_spans, dropped)
+        refuse.other_forms(name, steps.kv_of(key, value))
+        lacks = training.why_not(backend, query, value, in_spans, dropped, key_bias)
         if lacks is not None:
-            return runners.trained(backend, lacks, query, key, value, mask, spec, s_aux)
+            return runners.trained(backend, lacks, query, key, value, mask, spec, s_aux, key_bias)
     if isinstance(mask, masks.PlainMask):
         mask = None
     elif isinstance(mask, masks.Mask) and not compiling:
@@ -119,11 +119,11 @@ def attention_forward(
                 f"attn_implementation={name!r} trains in float32, without tensor cores: several times slower than in bfloat16. "
                 "Load the model in bfloat16, or train under torch.autocast."
             )
-        out, _ = training.attend(backend, query, key, value, spec, mask, s_aux)
+        out, _ = training.attend(backend, query, key, value, spec, mask, s_aux, key_bias)
         return out.transpose(1, 2), None
     with torch.autocast(device_type, enabled=False) if autocast else nullcontext():  # the reference computes in fp32
         if compiling:
-            out = torch.ops.hf_fastattn.attention(name, query, key, value, mask, s_aux, inv_freq, *spec)
+            out = torch.ops.hf_fastattn.attention(name, query, key, value, mask, s_aux, inv_freq, key_bias, *spec)
         else:
             out = runners.attend(backend, query, key, value, spec, mask, s_aux, inv_freq, key_bias)
     return out.transpose(1, 2), None

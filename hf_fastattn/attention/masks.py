@@ -43,6 +43,11 @@ class Mask(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own has an internal argument
         return f"{type(self).__name__}{tuple(self.shape)} on {self.device}"
 
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The dimensions that a model sees. FalconModel adds its bias to masks of 4, and passes others on, with the bias."""
+        return 3 if self.made_for[1] == "Falcon" else super().ndim
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return ["content"], (self.made_for, self.chunk_size)
 

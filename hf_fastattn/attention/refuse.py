@@ -86,25 +86,13 @@ def unknown_arguments(name: str, module: torch.nn.Module, kwargs: dict[str, Any]
             )
 
 
-def other_forms(name: str, kv: KV, biased: bool) -> None:
-    """Raise RuntimeError for gradients or dropout if K and V are not plain tensors, or have a bias."""
-    if biased:
-        raise RuntimeError(
-            f"attn_implementation={name!r} has no gradients and no dropout with a bias of keys (ALiBi). Run under "
-            "torch.no_grad() and call model.eval()."
-        )
+def other_forms(name: str, kv: KV) -> None:
+    """Raise RuntimeError for gradients or dropout if K and V are not plain tensors."""
     if not is_plain(kv.form):
         raise RuntimeError(
             f"attn_implementation={name!r} supports gradients and dropout only with plain K and V, and this cache has the form "
             f"{kv.form.name!r}. Run under torch.no_grad() and call model.eval(), or pass use_cache=False."
         )
-
-
-def bias(name: str, key_bias: torch.Tensor | None, streaming: bool, compiling: bool) -> None:
-    """Raise ValueError for a bias of keys that is not supported."""
-    if key_bias is not None and (streaming or compiling):
-        why = "drops tokens whose biases it would need" if streaming else "has no bias of keys in torch.compile"
-        raise ValueError(f'attn_implementation={name!r} {why} (ALiBi). Use generate() with "lean", without torch.compile.')
 
 
 def _carries_tensor(value: object) -> bool:

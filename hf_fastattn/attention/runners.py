@@ -11,7 +11,7 @@ from ..kernels import eight_bits, reference
 from ..kernels.spec import Spec
 from . import masks
 from . import step as steps
-from .backend import SPEC, Backend, calls, get
+from .backend import SPEC, Backend, calls, get, with_bias
 
 
 def attend(
@@ -31,12 +31,8 @@ def attend(
         rows = steps.ragged()
         if rows is not None and rows.shared is not None:
             return rows.attend(backend.attend, q, kv, spec, mask, sink_logits=sink_logits)
-        if key_bias is not None:
-            from ..kernels.biased import biased  # with Triton
-
-            kv = biased(kv, key_bias)
         run = context_parallel.over_shares(backend.attend) if isinstance(k, context_parallel.Share) else backend.attend
-        return run(q, kv, spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
+        return run(q, with_bias(kv, key_bias), spec, mask, sink_logits=sink_logits, inv_freq=inv_freq if spec.sinks else None)
     k, v = eight_bits.widened(kv, q.dtype).plain()
     step = steps.innermost()
     if kv.pages is not None and step is not None:  # the last page may end behind the tokens
@@ -49,14 +45,13 @@ def attend(
         f"attn_implementation={backend.name!r} was given a mask that falls back to the dense path (a custom 4-D mask, packed "
         "sequences or chunked attention); it runs torch's masked attention, exact but slower."
     )
-    if key_bias is not None:
-        mask = additive(mask[..., : k.shape[2]], q.dtype) + key_bias[:, :, None, :]
+    mask = _additive(mask[..., : k.shape[2]], q.dtype, key_bias)
     out = reference.dense_attention(q, k, v, mask, scale=spec.scale, softcap=spec.softcap, sink_logits=sink_logits)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _attention(name: str, q: Any, k: Any, v: Any, mask: Any, sink_logits: Any, inv_freq: Any, *spec: Any) -> torch.Tensor:
-    return attend(get(name), q, k, v, Spec(*spec), mask, sink_logits, inv_freq)
+def _attention(name: str, q: Any, k: Any, v: Any, mask: Any, *given: Any) -> torch.Tensor:
+    return attend(get(name), q, k, v, Spec(*given[3:]), mask, *given[:3])
 
 
 # In a compiled graph it is an opaque op: our code is not traced, so it can neither break nor respecialise the graph.
@@ -64,7 +59,8 @@ _op = torch.library.custom_op(
     "hf_fastattn::attention",
     _attention,
     mutates_args=(),
-    schema=f"(str name, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor? inv_freq, {SPEC}) -> Tensor",
+    schema="(str name, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? sink_logits, Tensor? inv_freq, Tensor? key_bias, "
+    f"{SPEC}) -> Tensor",
 )
 
 
@@ -83,6 +79,7 @@ def trained(
     mask: torch.Tensor | None,
     spec: Spec,
     sink_logits: torch.Tensor | None,
+    key_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
     """Attention with gradients or dropout that the backend does not support, by the dense path. lacks: a predicate for the
     backend's name."""
@@ -101,12 +98,14 @@ def trained(
         mask = reference.visible(q.shape[2], k.shape[2], q.device, None, spec.causal, None)[:, None]
     elif isinstance(mask, masks.Mask):
         mask = masks.dense(mask)
+    mask = _additive(mask, q.dtype, key_bias)
     options = {"scale": spec.scale, "softcap": spec.softcap, "sink_logits": sink_logits, "dropout": spec.dropout}
     return reference.dense_attention(q, k, v, mask, **options).transpose(1, 2), None  # type: ignore[arg-type]
 
 
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask that is added to scores, from one of bool or from another such mask."""
-    if mask.dtype != torch.bool:
+def _additive(mask: torch.Tensor, dtype: torch.dtype, key_bias: torch.Tensor | None) -> torch.Tensor:
+    """A mask for scores in this dtype that also adds a bias of keys, if there is one."""
+    if key_bias is None:
         return mask
-    return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+    bias = key_bias[:, :, None]
+    return torch.where(mask, bias, torch.finfo(dtype).min) if mask.dtype == torch.bool else mask + bias

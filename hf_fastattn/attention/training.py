@@ -16,13 +16,15 @@ import torch
 from ..kernels import checks
 from ..kernels.spec import KV, Spec
 from . import refuse
-from .backend import SPEC, Backend, get, names
+from .backend import SPEC, Backend, get, names, with_bias
 
 
-def why_not(backend: Backend, q: torch.Tensor, v: torch.Tensor, in_spans: bool, dropped: bool) -> str | None:
+def why_not(
+    backend: Backend, q: torch.Tensor, v: torch.Tensor, in_spans: bool, dropped: bool, key_bias: torch.Tensor | None = None
+) -> str | None:
     """The reason why the backend has no gradients for such tensors, as a predicate for its name; None if it has.
 
-    in_spans: whether spans describe the mask. dropped: whether there is dropout.
+    in_spans: whether spans describe the mask. dropped: whether there is dropout. key_bias: of `attend`.
     """
     if dropped and not (backend.dropout and backend.backward):
         return "has no dropout"
@@ -30,6 +32,8 @@ def why_not(backend: Backend, q: torch.Tensor, v: torch.Tensor, in_spans: bool, 
         return "has no backward pass"
     if not in_spans:
         return "has no backward pass for this mask (a custom 4-D mask, blocks of an image, or chunks with padding)"
+    if key_bias is not None and key_bias.requires_grad:
+        return "has no gradient of a bias of keys"
     if (width := max(q.shape[3], v.shape[3])) > checks.MAX_TRAINED_DIM:
         return f"has no backward pass for heads wider than {checks.MAX_TRAINED_DIM} (here {width})"
     return None
@@ -81,14 +85,15 @@ def attend(
     spec: Spec,
     spans: torch.Tensor | None,
     sink_logits: torch.Tensor | None,
+    key_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` of a backend with gradients, and with dropout if `spec` has some."""
+    """`attention` of a backend with gradients, and with dropout if `spec` has some. key_bias: a constant (`kernels.biased`)."""
     seed = None
     if spec.dropout != 0.0:
         if not 0.0 < spec.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1; got {spec.dropout}. Set another, or use eager attention.")
         seed = torch.randint(-(1 << 62), 1 << 62, (1,), device=q.device)
-    tensors = q, k, v, spans, sink_logits, seed
+    tensors = q, k, v, spans, sink_logits, seed, key_bias
     if not torch.compiler.is_compiling() and _is_direct(*tensors):
         out, lse = _Attention.apply(backend, *tensors, spec)  # type: ignore[no-untyped-call]
     else:
@@ -115,16 +120,16 @@ def _without_autocast(device_type: str) -> AbstractContextManager[None]:
 
 def _forward(backend: Backend, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse). inputs: the op's arguments after the name, with `spec` as one."""
-    q, k, v, spans, sink_logits, seed, spec = inputs
+    q, k, v, spans, sink_logits, seed, key_bias, spec = inputs
     given = {"sink_logits": sink_logits} | ({} if seed is None else {"seed": seed})
     with torch.no_grad(), _without_autocast(q.device.type):
-        return backend.forward(q, KV(k, v), spec, spans, **given)
+        return backend.forward(q, with_bias(KV(k, v), key_bias), spec, spans, **given)
 
 
-_INPUTS = "Tensor? spans, Tensor? sink_logits, Tensor? seed"
+_INPUTS = "Tensor? spans, Tensor? sink_logits, Tensor? seed, Tensor? key_bias"
 _flash_attn = torch.library.custom_op(
     "hf_fastattn::flash_attn",
-    lambda name, q, k, v, spans, sink_logits, seed, *spec: _forward(get(name), q, k, v, spans, sink_logits, seed, Spec(*spec)),
+    lambda name, *given: _forward(get(name), *given[:7], Spec(*given[7:])),
     mutates_args=(),
     schema=f"(str name, Tensor q, Tensor k, Tensor v, {_INPUTS}, {SPEC}) -> (Tensor, Tensor)",
 )
@@ -137,17 +142,18 @@ def _(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: obj
 
 def _gradients(backend: Backend, spec: Spec, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv, dsink_logits); tensors that are not needed are empty. given: the op's arguments before `spec`."""
-    dout, dlse, q, k, v, out, lse, spans, sink_logits, seed, *needs = given
+    dout, dlse, q, k, v, out, lse, spans, sink_logits, seed, key_bias, *needs = given
     named = {"out": out, "lse": lse, "dout": dout, "dlse": dlse, "sink_logits": sink_logits, "needs": tuple(needs)}
     with torch.no_grad(), _without_autocast(q.device.type):
-        found = backend.gradients(q, KV(k, v), spec, spans, **named, **({} if seed is None else {"seed": seed}))
+        kv = with_bias(KV(k, v), key_bias)
+        found = backend.gradients(q, kv, spec, spans, **named, **({} if seed is None else {"seed": seed}))
     dq, dk, dv, dsink = (q.new_empty(0) if x is None else x for x in found)
     return dq, dk, dv, dsink
 
 
 _flash_attn_backward = torch.library.custom_op(
     "hf_fastattn::flash_attn_backward",
-    lambda name, *given: _gradients(get(name), Spec(*given[12:]), *given[:12]),
+    lambda name, *given: _gradients(get(name), Spec(*given[13:]), *given[:13]),
     mutates_args=(),
     schema="(str name, Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_INPUTS}, bool needs_q, bool needs_kv, {SPEC}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -156,7 +162,7 @@ _flash_attn_backward = torch.library.custom_op(
 
 @_flash_attn_backward.register_fake
 def _(name: str, *given: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, _, q, k, v, _, _, _, sink_logits, _, needs_q, needs_kv, *_ = given
+    _, _, q, k, v, _, _, _, sink_logits, _, _, needs_q, needs_kv, *_ = given
     return (
         _token_major(q, q.shape[3]) if needs_q else q.new_empty(0),
         _token_major(k, k.shape[3]) if needs_kv else q.new_empty(0),
@@ -172,21 +178,21 @@ def _token_major(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    backend, q, k, v, spans, sink_logits, seed, *spec = inputs
-    ctx.save_for_backward(q, k, v, *output, spans, sink_logits, seed)
+    backend, q, k, v, spans, sink_logits, seed, key_bias, *spec = inputs
+    ctx.save_for_backward(q, k, v, *output, spans, sink_logits, seed, key_bias)
     direct = isinstance(backend, Backend)
     ctx.backend, ctx.spec = (backend, *spec) if direct else (get(backend), Spec(*spec))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, spans, sink_logits, seed = ctx.saved_tensors
+    q, k, v, out, lse, spans, sink_logits, *constants = ctx.saved_tensors
     _, needs_q, needs_k, needs_v, _, needs_sinks, *others = ctx.needs_input_grad
     if dout is None and dlse is None:
         return (None,) * len(ctx.needs_input_grad)
     dout = torch.zeros_like(out) if dout is None else dout
     sinks = sink_logits if needs_sinks else None
-    given = dout, dlse, q, k, v, out, lse, spans, sinks, seed, needs_q, needs_k or needs_v
+    given = dout, dlse, q, k, v, out, lse, spans, sinks, *constants, needs_q, needs_k or needs_v
     # With create_graph=True the op refuses second derivatives.
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and _is_direct(q, dout, dlse, spans):
         dq, dk, dv, dsink = _gradients(ctx.backend, ctx.spec, *given)

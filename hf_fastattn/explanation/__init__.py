@@ -232,7 +232,7 @@ def _what_runs(
         refused.append({"what": what, "why": why})
 
     shape = asdict(facts.widest)
-    own_code, too_old = None if hf.alibi(model) else hf.why_not_model(type(model.config)), None
+    own_code, too_old = None if hf.own_attention(model) else hf.why_not_model(type(model.config)), None
     if device.type == "cuda" and figures.arch < OLDEST:
         has = f"{figures.name} has {figures.arch / 10}"
         too_old = f'It needs a GPU of compute capability {OLDEST / 10} (Ampere) or higher, and {has}. Use "sdpa" there.'

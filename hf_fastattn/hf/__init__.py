@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # the import takes time
 
 from .attention import *
 from .batches import *
-from .biases import *
 from .caches import *
 from .experts import *
 from .generation import *
@@ -44,6 +43,7 @@ from .longrope import *
 from .masks import *
 from .models import *
 from .norms import *
+from .own_code import *
 from .packages import *
 from .parallel import *
 from .quantised import *

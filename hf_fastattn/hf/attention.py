@@ -13,8 +13,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import hf_fastattn_autoload
 
-from .biases import alibi
 from .caches import CACHES
+from .own_code import own_attention
 from .source import modeling_source
 
 try:
@@ -92,7 +92,7 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
     Transformers 5.17 does not change those.
     """
-    if alibi(model) is not None:  # it refuses others than eager, and shares one configuration
+    if own_attention(model) is not None:  # it refuses names that are not Transformers', and shares one configuration
         model.config._attn_implementation = name
         return
     model.set_attn_implementation(name)

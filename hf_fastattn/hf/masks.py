@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import and_masks, bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from .caches import CACHE, as_masked, check_window, has_window
+from .own_code import counts_without_mask
 from .source import modeling_source
 
 Flags = tuple[bool, bool, bool]  # of a mask function: use_vmap, allow_is_causal_skip, allow_is_bidirectional_skip
@@ -34,10 +35,10 @@ def mask_pattern(
     if bidirectional_skip:
         # Transformers counts the keys on one side, without the query's own.
         return (False, local_size + 1) if local_size is not None and _is_on_both_sides(mask_function) else None
-    if not (causal_skip or q_length == 1):
-        return None
     if mask_function is causal_mask_function:
         return True, None
+    if not (causal_skip or q_length == 1):
+        return None
     # Sliding layers pass their window as local_size. Chunked layers pass their chunk, which is another pattern.
     window = getattr(config, "sliding_window", None)
     if local_size is not None and local_size == window and local_size != getattr(config, "attention_chunk_size", None):
@@ -150,9 +151,14 @@ def dense_mask(**arguments: Any) -> torch.Tensor:
 def decode_mask(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor | dict[str, torch.Tensor] | None:
     """The mask of the model's layers for the inputs of one step: a tensor, or a dict of tensors by kind of layer.
 
-    None if a model whose layers need several makes them itself and takes none (PaliGemma over Gemma 2).
+    None if a model whose layers need several makes them itself and takes none (PaliGemma over Gemma 2). Of one that counts the
+    tokens of a mask (ALiBi) it is that mask, bool (rows, slots).
     """
     ids = inputs["input_ids"]
+    if inputs["attention_mask"] is None and counts_without_mask(model.config):
+        slots = torch.arange(inputs[CACHE].get_mask_sizes(ids.shape[1], 0)[0], device=ids.device)
+        live: torch.Tensor = slots < inputs[CACHE].get_seq_length() + ids.shape[1]
+        return live.expand(len(ids), -1)
     create: Callable[..., torch.Tensor | dict[str, torch.Tensor] | None]
     create = getattr(model, "create_masks_for_generate", masking_utils.create_masks_for_generate)
     made = create(

@@ -45,7 +45,10 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     value_dim = head_dim
     if getattr(config, "qk_nope_head_dim", None):  # latent attention
         head_dim, value_dim = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    return LayerShape(heads, getattr(config, "num_key_value_heads", None) or heads, head_dim, value_dim)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if config.model_type == "falcon":
+        kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
+    return LayerShape(heads, kv_heads, head_dim, value_dim)
 
 
 def has_latents(config: PreTrainedConfig) -> bool:

@@ -6,7 +6,7 @@ The bias is read, not computed from slopes: so it has the values and roundings o
 if there are holes. It is 2 or 4 bytes for each key, where K and V have some hundred. The softmax of a row does not change if all
 of its biases do by the same number, so the bias need not depend on the query.
 
-`lean`, `split_kv`, the portable prefill kernel and the reference take the `KV` of `biased`, without gradients.
+`lean`, `split_kv`, the portable prefill and backward kernels and the references take the `KV` of `biased`. It has no gradient.
 Source: Press, Smith, Lewis, "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation" (2022).
 """
 

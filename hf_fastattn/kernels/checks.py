@@ -212,10 +212,10 @@ def _check_spec(spec: Spec, q, sink_logits, inv_freq) -> None:
 def check_backward(q, kv: KV, spec: Spec, spans, out, lse, dout, dlse, sink_logits, seed=None) -> float:
     """Raise an error with the reason for arguments that backward kernels do not support; return the scale."""
     scale = check(q, kv, spec, spans, sink_logits, seed=seed, rows=True, dropout=True)
-    if kv.form is not PLAIN or spec.sinks:
+    if not (kv.form is PLAIN or kv.form.bias) or spec.sinks:
         raise ValueError(
-            f"A backward pass takes plain K and V and no sinks; got the form {kv.form.name!r} and {spec.sinks} sinks. "
-            "Run under torch.no_grad()."
+            f"A backward pass takes plain K and V, also with a bias, and no sinks; got the form {kv.form.name!r} and "
+            f"{spec.sinks} sinks. Run under torch.no_grad()."
         )
     shape = (*q.shape[:3], kv.v.shape[3])
     for name, x, wanted in (("out", out, shape), ("dout", dout, shape), ("lse", lse, shape[:3]), ("dlse", dlse, shape[:3])):

@@ -144,9 +144,9 @@ def backward(
 ) -> Gradients:
     """Gradients of `attention` with respect to (q, k, v, sink_logits), exact, summed in fp32.
 
-    q, kv, spec, spans, sink_logits: the arguments of the forward pass, with plain K and V; sinks and inv_freq have no gradients.
-    out, lse: its results. dout, dlse: their gradients, of any strides; dlse is None if lse has no gradient. needs: whether the
-    gradients of (q, K and V) are needed.
+    q, kv, spec, spans, sink_logits: the arguments of the forward pass, with plain K and V, or with a bias (`kernels.biased`);
+    sinks, inv_freq and a bias have no gradients. out, lse: its results. dout, dlse: their gradients, of any strides; dlse is
+    None if lse has no gradient. needs: whether the gradients of (q, K and V) are needed.
 
     Returns (dq, dk, dv, dsink_logits), each in the shape and dtype of its tensor; None if not needed or if there is no such
     tensor. dq, dk and dv are stored as (batch, length, heads, dim), as models expect. The gradient of a query that sees no key,
@@ -158,7 +158,7 @@ def backward(
     The query heads of a KV head are summed in dK and dV. Source: Dao, "FlashAttention-2" (2023), algorithm 2.
     """
     scale = checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits, seed)
-    k, v = _wide(kv.k), _wide(kv.v)
+    k, v, bias = _wide(kv.k), _wide(kv.v), None if kv.form.bias is None else kv.form.bias(kv)
     batch, num_heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
     delta = (_wide(dout) * out).sum(-1)
@@ -171,7 +171,9 @@ def backward(
     for of_q, of_kv, seen in _pieces(by_row[1], k, spans, sees):
         of_keys, of_rows = (x[of_kv] for x in (dk, dv, k, v)), (x[of_q] for x in by_row)
         kept = _kept(spec.dropout, seed, grouped, kv_len, of_q, of_kv)
-        _add_gradients(*of_keys, *of_rows, seen=seen, kept=kept, scale=scale, softcap=spec.softcap)
+        _add_gradients(
+            *of_keys, *of_rows, seen=seen, kept=kept, bias=_part(bias, of_kv), scale=scale, softcap=spec.softcap
+        )  # fmt: skip
     dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
     token_major = [checks.token_major(x).to(q.dtype) for x in (dq, dk, dv)]
     return token_major[0] if needs[0] else None, *(token_major[1:] if needs[1] else (None, None)), dsink
@@ -221,7 +223,7 @@ def _kept(p: float, seed: torch.Tensor | None, grouped: tuple[int, int, int, int
     return found.unflatten(1, heads.shape) * dropout.keep_scale(p)
 
 
-def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, kept, scale: float, softcap: float | None) -> None:
+def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, kept, bias, scale: float, softcap: float | None) -> None:
     """Write dq of q (batch, num_kv_heads, group, q_len, head_dim) over the keys `seen`, and add its part to dk and dv."""
     batch, kv_heads, group, q_len, _ = q.shape
     # A slot that no query sees may contain NaN.
@@ -234,6 +236,8 @@ def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, kept, scale: 
         tanh = scores.div_(softcap).tanh_()
         slope = scale * (1.0 - tanh * tanh)
         scores = tanh * softcap
+    if bias is not None:
+        scores += bias[:, :, None, None]
     scores.masked_fill_(~seen[:, None, None], float("-inf"))
     # A row that sees nothing has lse = -inf, and weights of exp(-inf - 0) = 0.
     weights = scores.sub_(lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp_()

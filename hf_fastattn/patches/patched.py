@@ -21,7 +21,7 @@ from .calls.caches import CallCaches
 from .calls.copies import copied, not_pickled
 from .calls.methods import METHODS, Generation
 from .configs import OwnConfigs
-from .fused import alibi, experts, linears, residual, states, subclass, sums
+from .fused import attention, experts, linears, residual, states, subclass, sums
 from .fused import norms as fusion
 from .graphs import graphs
 from .graphs.state import MARK
@@ -121,7 +121,7 @@ class Patch:
         if self._generation is not None and self._generation.heads:
             heads = len(self._generation.heads)
             self.changes.append(Change("projections of keys and values", heads, "part of a head", "the rank's KV heads"))
-        alibi.replace(model, self.backend)
+        attention.replace(model, self.backend)
         if fuse:
             self._fuse(model)
             self._use_experts(model)

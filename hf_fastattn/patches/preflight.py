@@ -76,20 +76,22 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
 def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     """Raise ValueError for a model that cannot run the backend, or that generates through another model."""
     name = type(model).__name__
-    biased = hf.alibi(model) is not None
-    if biased and backend.streaming:
-        raise ValueError(f"{name} has ALiBi, which {backend.name!r} does not support. Use another backend, such as 'lean'.")
-    if (reason := hf.why_not_model(type(model.config))) and not biased:
+    replaced = hf.own_attention(model) is not None
+    if replaced and not backend.exact:
+        has = "has ALiBi" if hf.has_alibi(model.config) else "has attention code of its own"
+        raise ValueError(f"{name} {has}, which {backend.name!r} does not support. Use another backend, such as 'lean'.")
+    if reason := hf.why_not_own_attention(model):
+        raise ValueError(f"{name} cannot be patched: {reason}")
+    if (reason := hf.why_not_model(type(model.config))) and not replaced:
         raise ValueError(f"{name} cannot be patched: {reason.partition('; load this model')[0]}. Leave it unpatched.")
-    if not (biased or model._can_set_attn_implementation()):
+    if not (replaced or model._can_set_attn_implementation()):
         raise ValueError(
             f"{name} cannot be patched: it computes attention in its own code and does not let its attn_implementation be set."
         )
     if backend.linear:
         check_kinds(model.config)
-        if biased or hf.tensor_parallel_mesh(model) is not None:
-            has = "has ALiBi" if biased else "is shared by several ranks"
-            raise ValueError(f"{name} {has}, which {backend.name!r} does not support. Use another backend, such as 'lean'.")
+        if hf.tensor_parallel_mesh(model) is not None:
+            raise ValueError(f"{name} is shared by several ranks, which {backend.name!r} does not support. Use 'lean'.")
     if hf.is_stage(model):
         raise ValueError(
             f"{name} cannot be patched: this rank has a part of its layers (pipeline parallelism), and masks are made for the "
@@ -214,7 +216,7 @@ def which_kv_dtype(model: hf.PreTrainedModel, backend: registry.Backend, cache: 
     if kv_dtype is None:
         return
     reason = eight_bits.why_not(kv_dtype, model)
-    if reason is None and hf.alibi(model) is not None:
+    if reason is None and hf.has_alibi(model.config):
         reason = f"kv_dtype={kv_dtype!r} is for models without ALiBi, whose bias needs plain K and V. Leave out kv_dtype=."
     if reason is None and (cache != "preallocated" or not backend.reads_eight_bits):
         reads = [name for name in registry.names() if registry.get(name).reads_eight_bits]

@@ -47,6 +47,8 @@ def why_padded(model: hf.PreTrainedModel, cache: StoredCache, given: dict[str, A
         return f"{asked} is requested"
     if given.get("position_ids") is None:
         return "it takes no position_ids"
+    if hf.has_alibi(config):
+        return "its bias of keys (ALiBi) counts the tokens of a row"
     if given.get(KEEP, 1) != 1:
         return f"{KEEP} is {given[KEEP]}"
     if packed.holes and (cache.storage.windowed or not hf.is_stock(type(model).forward)):

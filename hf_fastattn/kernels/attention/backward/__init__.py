@@ -21,7 +21,7 @@ from ... import checks
 from ...device.online import LOG2_E
 from ...host import gpu, launch, tables
 from ...spans import no_spans
-from ...spec import KV, Form, Gradients, Spec
+from ...spec import KV, Form, Gradients, Spec, is_plain
 from ..plan import Call
 from .dkdv import dkdv_kernel
 from .dq import dq_kernel
@@ -57,11 +57,12 @@ def backward(
     needs: tuple[bool, bool] = (True, True),
     portable: bool = False,
 ) -> Gradients:
-    """`kernels.reference.backward` for heads of at most 256 dimensions. portable: without the Hopper kernel."""
+    """`kernels.reference.backward` for heads of at most 256 dimensions. portable: without the Hopper kernel, which
+    takes no bias."""
     if dout.stride(-1) != 1 or dout.dtype != q.dtype or dout.data_ptr() % 16:  # the gradient of a sum is an expanded scalar
         dout = _copied(dout, q.dtype)
     k, v = kv.k, kv.v
-    by_tma = not portable and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
+    by_tma = not portable and is_plain(kv.form) and (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     plan = _prepare((q, *kv.tensors, spans, sink_logits, seed, out, lse, dout, dlse), kv.form, spec, needs[0], by_tma)
     if plan is None:  # the gradient of a mean over tokens has a stride of 0
         dout = _copied(dout, q.dtype)
@@ -72,7 +73,7 @@ def backward(
     stats = torch.empty(*lse.shape, plan.stats, device=lse.device, dtype=torch.float32)
     dq = checks.empty_outputs(q, q.shape[3], False)[0] if needs[0] else None
     some_spans = no_spans(q.device, spec.causal) if spans is None else spans
-    plan.dq(q, k, v, out, dout, lse, dlse, some_spans, q if dq is None else dq, stats, seed)
+    plan.dq(q, k, v, out, dout, lse, dlse, some_spans, q if dq is None else dq, stats, seed, kv.scales)
     dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, stats[..., -1])
     if not needs[1]:
         return dq, None, None, dsink
@@ -80,7 +81,7 @@ def backward(
     dk, dv = (torch.empty(*plan.parts, x.shape[3], device=q.device, dtype=dtype) for x in (k, v))
     some_stats = (stats,) if plan.stats == 2 else (lse, stats)
     written = (x.view(q.dtype) for x in (dk, dv))  # one type: sums in fp32 would be another compiled kernel
-    plan.dkdv(*(q, k, v, dout, *some_stats, some_spans, *written, seed)[: plan.dkdv.takes])
+    plan.dkdv(*(q, k, v, dout, *some_stats, some_spans, *written, seed, kv.scales)[: plan.dkdv.takes])
     dk, dv = (x[0] if plan.parts[0] == 1 else x.sum(0).to(q.dtype) for x in (dk, dv))
     return dq, dk.transpose(1, 2), dv.transpose(1, 2), dsink
 
@@ -111,7 +112,6 @@ def _prepare(tensors, form: Form, spec: Spec, write_dq: bool, by_tma: bool) -> P
     blocks = triton.cdiv(call.kv_len, (hopper or for_dkdv).BLOCK_N) * (2 if hopper is None and for_dkdv.split else 1)
     splits = tables.group_splits(q.device, blocks * call.num_kv_heads * call.batch, call.group)
     arguments = call.arguments()
-    del arguments["FORM"]
     arguments |= {"stride_ob": dout.stride(0), "stride_oh": dout.stride(1), "stride_om": dout.stride(2), "scale": call.scale}
     arguments |= call.dropout()
     dq = launch.Launch(

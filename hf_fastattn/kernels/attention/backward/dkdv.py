@@ -1,10 +1,10 @@
 """dK and dV: one program per (block of keys, KV head, batch row), which loops over the queries of all heads of its group.
 
-    P = exp(S - lse)      dV = (Z * P)^T dO      dS = P * (Z * dO V^T - delta) * softcap'(S)      dK = scale * dS^T Q
+    P = exp(S + bias - lse)      dV = (Z * P)^T dO      dS = P * (Z * dO V^T - delta) * softcap'(S)      dK = scale * dS^T Q
 
-Z is 1 / (1 - dropout) where a weight is kept, else 0. A program sums the heads of its group in registers, in a fixed order. If
-there are too few KV heads for the GPU, several programs share a group, and their sums are added later, also in a fixed order.
-Tiles are transposed, [keys, queries].
+Z is 1 / (1 - dropout) where a weight is kept, else 0. bias: of a key, if the form of K and V has one (`kernels.biased`). A
+program sums the heads of its group in registers, in a fixed order. If there are too few KV heads for the GPU, several programs
+share a group, and their sums are added later, also in a fixed order. Tiles are transposed, [keys, queries].
 
 Rounds: P and dS to the dtype of the tensors for their products; sums are fp32 and rounded once. Limits: head_dim up to 256.
 Oracle: `kernels.reference.backward`.
@@ -24,12 +24,13 @@ from .tile import add_dot, dot, live_keys, load_pairs, load_rows, probabilities,
 
 @triton.jit
 def _tile(
-    dk, dv, k, v, keys, queries, first, hi, spans, span_ptr, q_len, scales, dropout, place, first_key,
+    dk, dv, k, v, keys, shift, queries, first, hi, spans, span_ptr, q_len, scales, dropout, place, first_key,
     DK: tl.constexpr, DV: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) after adding a tile of queries of one head, from `first` on; queries from `hi` on are ignored.
 
-    keys: the slots of the block, -1 for slots that are not live. DK, DV: which of the two to sum.
+    keys: the slots of the block, -1 for slots that are not live. shift: their bias in base 2, or None. DK, DV: which of the two
+    to sum.
     """
     q_base, do_base, stride_qm, stride_om, stats = queries
     q_start, kv_start, kv_stop, window, causal = spans
@@ -48,7 +49,10 @@ def _tile(
     s = scaled(dot(k, tl.trans(q), C.IEEE), scales, C.HAS_SOFTCAP, C.IEEE)
     if DK:  # issued with the scores, so that it overlaps with their exponentials
         dp = dot(v, tl.trans(do), C.IEEE)
-    p = probabilities(s, lse_log2[None, :], visible, MASKED)
+    biased = s
+    if shift is not None:
+        biased = s + shift[:, None]
+    p = probabilities(biased, lse_log2[None, :], visible, MASKED)
     if C.DROPOUT:
         is_kept = tl.trans(kept(dropout, place, offs_m, first_key, C.BLOCK_N).to(tl.int8)) != 0
         if DK:
@@ -66,8 +70,8 @@ def _tile(
 
 @triton.jit
 def _sums(
-    k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales, dropout, first_key,
-    DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
+    k, v, keys, shift, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales, dropout,
+    first_key, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """(dk, dv) of a block of keys over all queries of `heads` heads, in order; 0 if it is not to be summed."""
     Q, DOut, Stats = pointers
@@ -91,7 +95,7 @@ def _sums(
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Stats + stats)  # fmt: skip
         at = lo + (before + i % full) * BLOCK_M
-        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
+        dk, dv = _tile(dk, dv, k, v, keys, shift, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
                        (row * num_heads + head).to(tl.int32), first_key, DK, DV, False, C)  # fmt: skip
     masked = before + tiles - full_stop
     for i in tl.range(0, heads * masked):
@@ -100,7 +104,7 @@ def _sums(
         queries = (Q + row * stride_qb + head * stride_qh, DOut + row * stride_ob + head * stride_oh, stride_qm, stride_om,
                    Stats + stats)  # fmt: skip
         at = tile_at(i % masked, before, lo, full_stop, BLOCK_M)
-        dk, dv = _tile(dk, dv, k, v, keys, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
+        dk, dv = _tile(dk, dv, k, v, keys, shift, queries, at, hi, spans, span_ptr, q_len, scales, dropout,
                        (row * num_heads + head).to(tl.int32), first_key, DK, DV, True, C)  # fmt: skip
     return dk, dv
 
@@ -131,9 +135,10 @@ def dkdv_kernel(
     DK,  # (splits, batch, kv_len, num_kv_heads, head_dim), contiguous, fp32 if splits > 1, written
     DV,  # (splits, batch, kv_len, num_kv_heads, value_dim), contiguous, fp32 if splits > 1, written
     Seed,  # (1,), int64; None without dropout
+    Bias,  # of FORM, or None
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh,
     stride_om, stride_sb, q_len, kv_len, window, scale, scale_log2, cap_log2, drop_below, keep_scale, splits,
-    C: tl.constexpr, SPLIT: tl.constexpr,
+    C: tl.constexpr, SPLIT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: two programs for each block of keys, one for dK and one for dV, if registers cannot hold both.
 
@@ -164,6 +169,9 @@ def dkdv_kernel(
                   HEAD_DIM, C.BLOCK_D)  # fmt: skip
     v = load_rows(V + row * stride_vb + kv_head * stride_vh, stride_vn, offs_n, tl.arange(0, C.BLOCK_DV), keys >= 0, True,
                   VALUE_DIM, C.BLOCK_DV)  # fmt: skip
+    shift = None
+    if FORM.weights is not None:
+        _, shift, _ = FORM.weights(None, keys, (row, kv_head, kv_heads, kv_len), (Bias,))
     sizes = (part, tl.num_programs(2), row, kv_len, kv_heads, kv_head, splits)
     first_head, num_heads = kv_head * C.GROUP + part * heads, kv_heads * C.GROUP
     pointers = (Q, DOut, Stats.to(tl.pointer_type(tl.int64)))
@@ -175,19 +183,19 @@ def dkdv_kernel(
     if SPLIT:
         if program % 2 == 0:
             dk, _ = _sums(
-                k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
+                k, v, keys, shift, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
                 dropout, first_key, True, False, C,
             )  # fmt: skip
             _store(DK, dk * scale, first_key, sizes, HEAD_DIM, BLOCK_N, C.BLOCK_D)
         else:
             _, dv = _sums(
-                k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
+                k, v, keys, shift, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
                 dropout, first_key, False, True, C,
             )  # fmt: skip
             _store(DV, dv, first_key, sizes, VALUE_DIM, BLOCK_N, C.BLOCK_DV)
     else:
         dk, dv = _sums(
-            k, v, keys, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
+            k, v, keys, shift, pointers, strides, row, first_head, heads, num_heads, bounds, spans, span_ptr, q_len, scales,
             dropout, first_key, True, True, C,
         )  # fmt: skip
         _store(DK, dk * scale, first_key, sizes, HEAD_DIM, BLOCK_N, C.BLOCK_D)

@@ -1,8 +1,9 @@
 """dQ, and delta, for `dkdv` in pairs with lse: one program per (block of query rows, head, batch row), which loops over K and V.
 
-    delta = rowsum(dO * O) - dlse      P = exp(S - lse)      dS = P * (Z * dO V^T - delta) * softcap'(S)      dQ = scale * dS K
+    delta = rowsum(dO * O) - dlse      P = exp(S + bias - lse)
+    dS = P * (Z * dO V^T - delta) * softcap'(S)      dQ = scale * dS K
 
-A program accumulates its part of dQ in registers, so nothing is accumulated in memory. Z: as in `dkdv`.
+A program accumulates its part of dQ in registers, so nothing is accumulated in memory. Z, bias: as in `dkdv`.
 
 Rounds: dS to K's dtype for its product; sums and delta are fp32, and dQ is rounded once. Limits: head_dim up to 256. Oracle:
 `kernels.reference.backward`.
@@ -24,10 +25,10 @@ from .tile import add_dot, dot, live_keys, load_rows, probabilities, score_gradi
 @triton.jit
 def _tile(
     dq, q, do, lse_log2, delta, kv, first, bounds, span_ptr, scales, dropout, place, offs_m,
-    MASKED: tl.constexpr, C: tl.constexpr,
+    MASKED: tl.constexpr, C: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """dq after adding a tile of keys, from slot `first` on."""
-    k_base, v_base, stride_kn, stride_vn = kv
+    k_base, v_base, stride_kn, stride_vn, indices, extra = kv
     row_lo, row_hi, lo, hi, _, _, holes = bounds
     offs_n = first + tl.arange(0, C.BLOCK_N)
     visible = None
@@ -42,7 +43,11 @@ def _tile(
     dp = dot(do, tl.trans(v), C.IEEE)
     if C.DROPOUT:
         dp = tl.where(kept(dropout, place, offs_m, first, C.BLOCK_N), dp * dropout[2], 0.0)
-    p = probabilities(s, lse_log2[:, None], visible, MASKED)
+    biased = s
+    if FORM.weights is not None:
+        _, shift, _ = FORM.weights(None, offs_n, indices, extra)
+        biased = s + shift[None, :]
+    p = probabilities(biased, lse_log2[:, None], visible, MASKED)
     ds = score_gradients(p, s, dp, delta[:, None], scales[1], MASKED, C.HAS_SOFTCAP)
     return add_dot(ds, k, dq, C.IEEE)
 
@@ -60,9 +65,11 @@ def dq_kernel(
     DQ,  # (batch, q_len, num_heads, head_dim), contiguous, written with WRITE_DQ
     Stats,  # (batch, num_heads, q_len, 2), fp32: lse in base 2, delta; without PAIRS (batch, num_heads, q_len): delta; written
     Seed,  # (1,), int64; None without dropout
+    Bias,  # of FORM, or None
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh,
     stride_om, stride_sb, num_heads, q_len, kv_len, window, scale, scale_log2, cap_log2, drop_below, keep_scale,
-    C: tl.constexpr, HAS_DLSE: tl.constexpr, WRITE_DQ: tl.constexpr, PAIRS: tl.constexpr, LOG2_E: tl.constexpr,
+    C: tl.constexpr, FORM: tl.constexpr, HAS_DLSE: tl.constexpr, WRITE_DQ: tl.constexpr, PAIRS: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):  # fmt: skip
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -101,7 +108,8 @@ def dq_kernel(
         bounds, _ = key_bounds(span_ptr, offs_m, first, tl.minimum(first + BLOCK_M, q_len) - 1, q_len, kv_len, window, C)
         _, _, lo, hi, full_lo, full_hi, holes = bounds
         kv_head = (head // C.GROUP).to(tl.int64)
-        kv = (K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh, stride_kn, stride_vn)
+        kv = (K + row * stride_kb + kv_head * stride_kh, V + row * stride_vb + kv_head * stride_vh, stride_kn, stride_vn,
+              (row, kv_head, num_heads // C.GROUP, kv_len), (Bias,))  # fmt: skip
         scales = (scale_log2, cap_log2)
         q_base = Q + row * stride_qb + head.to(tl.int64) * stride_qh
         q = load_rows(q_base, stride_qm, offs_m, offs_d, row_mask, False, HEAD_DIM, BLOCK_D)
@@ -114,10 +122,10 @@ def dq_kernel(
         before, full_stop, tiles = split_tiles(lo, hi, full_lo, tl.where(holes, lo, full_hi), BLOCK_N)
         for tile in tl.range(before, full_stop):
             at = lo + tile * BLOCK_N
-            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, dropout, place, offs_m, False, C)
+            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, dropout, place, offs_m, False, C, FORM)
         for i in tl.range(0, before + tiles - full_stop):
             at = tile_at(i, before, lo, full_stop, BLOCK_N)
-            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, dropout, place, offs_m, True, C)
+            dq = _tile(dq, q, do, lse_log2, delta, kv, at, bounds, span_ptr, scales, dropout, place, offs_m, True, C, FORM)
         rows = (row * q_len + offs_m) * num_heads + head
         dq_ptrs = DQ + rows[:, None] * HEAD_DIM + offs_d[None, :]
         tl.store(dq_ptrs, (dq * scale).to(DQ.dtype.element_ty), mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))
