@@ -174,14 +174,14 @@ class Banned(LogitsProcessor):
 PROCESSED = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "min_new_tokens": {"min_new_tokens": 5},
+    "min_new_tokens": {"min_new_tokens": 2, "min_length": 100},
     "bad_words_ids": {"bad_words_ids": [[n] for n in range(5, 60)]},
     "suppress_tokens": {"suppress_tokens": [*range(5, 60)]},
-    "forced_eos": {"forced_eos_token_id": 3},
+    "forced_eos_token_id": {"forced_eos_token_id": 3},
 }
 
 
-CASES = slow_unless(["repetition_penalty", "forced_eos", "of the caller"].__contains__, [*PROCESSED, "of the caller"])
+CASES = slow_unless(["repetition_penalty", "forced_eos_token_id", "of the caller"].__contains__, [*PROCESSED, "of the caller"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,15 +189,12 @@ def test_processors_read_the_ids_of_their_row(case, seen):
     model, texts = tiny("llama", "eager"), ragged()
     plain = alone(model, texts)
     config = options(eos_token_id=[plain[0][2], plain[1][4]], **PROCESSED.get(case, {}))
-    if case == "forced_eos":
-        config.max_length = None
     more = {} if case in PROCESSED else {"logits_processor": [Banned()]}
     expected = alone(model, texts, config, **more)
     with hf_fastattn.patch(model):
         found = tokens(model.generate_batch(texts, config, sizes(), **more))
         assert tokens(model.generate_batch(texts, config, sizes(num_blocks=12), **more)) == found
-    if case != "forced_eos":
-        assert found == expected and found != plain
+    assert found == expected and found != plain
 
 
 def test_ends(seen):
@@ -254,6 +251,10 @@ def test_an_interrupted_call_and_an_undone_patch(seen):
         assert tokens(model.generate_batch(texts, options(), sizes())) == expected
         with pytest.raises(RuntimeError, match="undone during a generate_batch"):
             model.generate_batch(texts, options(), sizes(), logits_processor=[At(0, patch.undo)])
+    patch = hf_fastattn.patch(model)
+    model.model.layers[1].register_forward_pre_hook(lambda *_: patch.undo())
+    with pytest.raises(RuntimeError, match="undone during a generate_batch"):
+        model.generate_batch(texts, options(), sizes())
     assert "generate_batch" not in vars(model) and isinstance(model.generate_batch, types.MethodType)
     seen[:] = seen[1:2]
 

@@ -15,7 +15,7 @@ from ..caches.paged import GROUP, PagedStorage, windows_of
 from ..caches.pages import Pool, check_size
 from .loop import KEEP, Loop
 from .pick import Picker
-from .requests import BatchError, Row
+from .requests import CHILD, BatchError, Row
 
 SIZE = 64
 MOST_ROWS = 256
@@ -290,7 +290,7 @@ def run(
         if progress is not None and len(loop.results) > told:
             progress(len(loop.results) - told)
             told = len(loop.results)
-    ids = [key for name in names for key in (*(f"{name}__child#{index}" for index in range(copies - 1)), name)]
+    ids = [key for name in names for key in (*(f"{name}{CHILD}{index}" for index in range(copies - 1)), name)]
     results = {key: loop.results[key] for key in ids}
     if failed := [key for key, result in results.items() if result.error is not None]:
         some = "; ".join(f"{key}: {results[key].error}" for key in failed[:3])

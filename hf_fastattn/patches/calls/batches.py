@@ -11,7 +11,7 @@ import torch
 from ... import hf
 from ...batch import job
 from ...batch.loop import BUCKETS, Loop
-from ...batch.manager import Manager
+from ...batch.manager import Manager, paused
 from ...batch.requests import Row
 from ...caches import forward
 from ...caches.paged import PagedStorage
@@ -70,14 +70,21 @@ class Batches:
     def alone(self) -> Iterator[None]:
         """The time of one job of the model."""
         generation = self.__self__
-        with generation.job_lock, torch.no_grad():
+        if not generation.job_lock.acquire(blocking=generation.model not in paused.models):
+            raise RuntimeError(
+                "generate_batch() would wait for the manager that this thread has paused. Leave its pause() before."
+            )
+        try:
             if generation.in_job:
                 raise RuntimeError("generate_batch() was called by code that it runs. Call it after the other call has returned.")
-            generation.in_job = True
-            try:
-                yield
-            finally:
-                generation.in_job = False
+            with torch.no_grad():
+                generation.in_job = True
+                try:
+                    yield
+                finally:
+                    generation.in_job = False
+        finally:
+            generation.job_lock.release()
 
     def prompts(self, model: hf.PreTrainedModel, inputs: Any) -> list[list[int]]:
         """The prompts of a call. Raises TypeError and ValueError, also for a model that cannot run."""
@@ -164,17 +171,12 @@ class Batches:
             options: dict[str, Any] = {"stock": stock, "whole": True, "storage": storage, "begun": True}
             step = Forwards(generation.graphs, model, run, generation.say, refused, **options)
 
-        def decode(**given: Any) -> Any:
-            check_open(generation)
-            return (step or run)(**given)
-
         def read(**given: Any) -> Any:
-            check_open(generation)
             if step is not None:
                 step.present.forget()  # Python runs, and may change the model
             return run(**given)
 
-        return decode, read
+        return checked(generation, step or run), checked(generation, read)
 
 
 class Managers:
@@ -217,6 +219,20 @@ class Managers:
 def check_open(generation: Generation) -> None:
     if generation.graphs.closed:
         raise RuntimeError(_UNDONE)
+
+
+def checked(generation: Generation, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of a job, which raises RuntimeError if the patch is undone before it or by another thread during it."""
+
+    def call(**given: Any) -> Any:
+        check_open(generation)
+        try:
+            return run(**given)
+        except Exception:
+            check_open(generation)
+            raise
+
+    return call
 
 
 def device_of(model: hf.PreTrainedModel) -> AbstractContextManager[object]:
