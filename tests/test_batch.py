@@ -340,6 +340,8 @@ ARGUMENTS = [
     ({"assistant_model": object()}, "does not support 'assistant_model'"),
     ({"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
     ({"stop_strings": ["a"]}, "pass tokenizer="),
+    ({"prefill_chunk_size": -3}, "prefill_chunk_size must be at least 1; got -3"),
+    ({"num_return_sequences": -1}, "num_return_sequences must be at least 1; got -1"),
     ({"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
     ({"continuous_batching_config": sizes(num_blocks=2.5)}, "must be an integer above 0; got 2.5"),
     ({"generation_config": options(continuous_batching_config=sizes(page=48))}, "got page_size=48"),
@@ -387,6 +389,13 @@ def test_a_model_in_training_mode(seen):
     with hf_fastattn.patch(model):
         assert tokens(model.generate_batch(texts, options(), sizes())) == expected
     assert [module for module in model.modules() if not module.training] == [model.lm_head]
+
+
+def test_a_model_that_runs_only_its_first_layers(seen):
+    model, texts = tiny("llama", "eager"), ragged()[:3]
+    with hf_fastattn.patch(model):
+        model.config.num_hidden_layers = 1
+        assert tokens(model.generate_batch(texts, options(), sizes())) == alone(model, texts)
 
 
 def test_refused_models():

@@ -106,7 +106,8 @@ def test_conversations_with_full_and_with_new_ids(name):
     ids = torch.cat([said, more], 1)
     mask = torch.cat([first["attention_mask"], torch.ones(3, ids.shape[1] - first["input_ids"].shape[1], dtype=torch.long)], 1)
     expected = generate(model, {"input_ids": ids, "attention_mask": mask})
-    other = copy.deepcopy(cache)
+    with torch.inference_mode():
+        other = copy.deepcopy(cache)
     full = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache)
     assert torch.equal(full, expected)
     assert cache.get_seq_length() == expected.shape[1] - 1 and other.get_seq_length() == said.shape[1] - 1

@@ -133,6 +133,9 @@ def asked_of(model: hf.PreTrainedModel, generation_config: hf.GenerationConfig |
     for name, neutral in (_REFUSED | {"cache_implementation": (None, own)}).items():
         if (value := getattr(config, name, None)) not in neutral:
             raise ValueError(f"generate_batch() does not support {name}={value!r:.60}. Leave it out, or use generate().")
+    for name in ("num_return_sequences", "prefill_chunk_size"):
+        if (value := getattr(config, name) or 1) < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}.")
     if config.stop_strings and known["tokenizer"] is None:
         raise ValueError("stop_strings need the tokenizer: pass tokenizer=... to generate_batch().")
     return Asked(config, limit, known["tokenizer"], known["logits_processor"])

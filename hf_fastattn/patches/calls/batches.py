@@ -104,7 +104,7 @@ class Batches:
     ) -> Iterator[Loop]:
         """The loop of a job for texts of at most so many tokens each. The model is in eval mode meanwhile, as in Transformers."""
         caches = self.__self__.caches
-        settings = job.settings_of(model, asked, texts, batching, caches.kinds, caches.pool.idle_bytes)
+        settings = job.settings_of(model, asked, texts, batching, caches.run, caches.pool.idle_bytes)
         vars(model)[MARK].begin_batches(settings.size)
         forward.abandon(model)
         storage = self._storage(model, settings)
@@ -130,7 +130,7 @@ class Batches:
             others = f"kv_dtype={generation.caches.kv_dtype!r} stores K and V in 8 bits, and pages hold them as they are computed"
         elif others is None and generation.ranks.several:
             others = "several ranks share it"
-        return job.why_not(model, generation.caches.kinds, others)
+        return job.why_not(model, generation.caches.run, others)
 
     def _storage(self, model: hf.PreTrainedModel, settings: job.Settings) -> PagedStorage:
         """An empty storage for this call: an idle one that is large enough, or a new one."""
@@ -198,7 +198,7 @@ class Managers:
         model = generation.model
         batches.prompts(model, [])
         asked = job.asked_of(model, generation_config, kwargs)
-        job.settings_of(model, asked, [1], batching, generation.caches.kinds)
+        job.settings_of(model, asked, [1], batching, generation.caches.run)
 
         def read(inputs: list[list[int]], new: int | None) -> list[tuple[list[int], int]]:
             check_open(generation)
