@@ -429,6 +429,22 @@ def test_bad_input():
     assert not cache.is_compileable  # otherwise generate() would start torch.compile by itself
 
 
+@torch.no_grad()
+def test_an_interrupted_forward_over_layers_of_several_kinds():
+    """The mask of the second layer is made for the tokens that this layer has, and would fit."""
+    model, ids = family("qwen2", "cpu"), prompts("no_padding", "cpu")["input_ids"]
+    with patch(model):
+        cache = PreallocatedCache(model)
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids, past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match="some of its layers now lack tokens"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        assert model(ids, past_key_values=cache).logits.isfinite().all()
+
+
 def test_layers_that_a_model_adds_to_its_cache():
     """Looped models copy the layers of their cache, one for each loop. Reordering and cropping would miss the copies."""
     model = tiny("llama", "lean")
