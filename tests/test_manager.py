@@ -157,7 +157,7 @@ def test_pauses_that_would_wait_for_themselves(model):
         errors.append("a pause in a step")
 
     made = [At(0, pause)]
-    with model.init_continuous_batching(options(max_new_tokens=300), sizes(), logits_processor=made) as manager:
+    with model.init_continuous_batching(options(max_new_tokens=4000), sizes(), logits_processor=made) as manager:
         next(manager.request_id_iter(manager.add_request(text, streaming=True)))
         assert errors
         with manager.pause(), pytest.raises(RuntimeError, match="would wait for the manager"):
