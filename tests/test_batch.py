@@ -174,14 +174,14 @@ class Banned(LogitsProcessor):
 PROCESSED = {
     "repetition_penalty": {"repetition_penalty": 1.7},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "min_new_tokens": {"min_new_tokens": 5},
+    "min_new_tokens": {"min_new_tokens": 2, "min_length": 100},
     "bad_words_ids": {"bad_words_ids": [[n] for n in range(5, 60)]},
     "suppress_tokens": {"suppress_tokens": [*range(5, 60)]},
-    "forced_eos": {"forced_eos_token_id": 3},
+    "forced_eos_token_id": {"forced_eos_token_id": 3},
 }
 
 
-CASES = slow_unless(["repetition_penalty", "forced_eos", "of the caller"].__contains__, [*PROCESSED, "of the caller"])
+CASES = slow_unless(["repetition_penalty", "forced_eos_token_id", "of the caller"].__contains__, [*PROCESSED, "of the caller"])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -189,15 +189,12 @@ def test_processors_read_the_ids_of_their_row(case, seen):
     model, texts = tiny("llama", "eager"), ragged()
     plain = alone(model, texts)
     config = options(eos_token_id=[plain[0][2], plain[1][4]], **PROCESSED.get(case, {}))
-    if case == "forced_eos":
-        config.max_length = None
     more = {} if case in PROCESSED else {"logits_processor": [Banned()]}
     expected = alone(model, texts, config, **more)
     with hf_fastattn.patch(model):
         found = tokens(model.generate_batch(texts, config, sizes(), **more))
         assert tokens(model.generate_batch(texts, config, sizes(num_blocks=12), **more)) == found
-    if case != "forced_eos":
-        assert found == expected and found != plain
+    assert found == expected and found != plain
 
 
 def test_ends(seen):
@@ -254,6 +251,10 @@ def test_an_interrupted_call_and_an_undone_patch(seen):
         assert tokens(model.generate_batch(texts, options(), sizes())) == expected
         with pytest.raises(RuntimeError, match="undone during a generate_batch"):
             model.generate_batch(texts, options(), sizes(), logits_processor=[At(0, patch.undo)])
+    patch = hf_fastattn.patch(model)
+    model.model.layers[1].register_forward_pre_hook(lambda *_: patch.undo())
+    with pytest.raises(RuntimeError, match="undone during a generate_batch"):
+        model.generate_batch(texts, options(), sizes())
     assert "generate_batch" not in vars(model) and isinstance(model.generate_batch, types.MethodType)
     seen[:] = seen[1:2]
 
@@ -339,6 +340,8 @@ ARGUMENTS = [
     ({"assistant_model": object()}, "does not support 'assistant_model'"),
     ({"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
     ({"stop_strings": ["a"]}, "pass tokenizer="),
+    ({"prefill_chunk_size": -3}, "prefill_chunk_size must be at least 1; got -3"),
+    ({"num_return_sequences": -1}, "num_return_sequences must be at least 1; got -1"),
     ({"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
     ({"continuous_batching_config": sizes(num_blocks=2.5)}, "must be an integer above 0; got 2.5"),
     ({"generation_config": options(continuous_batching_config=sizes(page=48))}, "got page_size=48"),
@@ -386,6 +389,13 @@ def test_a_model_in_training_mode(seen):
     with hf_fastattn.patch(model):
         assert tokens(model.generate_batch(texts, options(), sizes())) == expected
     assert [module for module in model.modules() if not module.training] == [model.lm_head]
+
+
+def test_a_model_that_runs_only_its_first_layers(seen):
+    model, texts = tiny("llama", "eager"), ragged()[:3]
+    with hf_fastattn.patch(model):
+        model.config.num_hidden_layers = 1
+        assert tokens(model.generate_batch(texts, options(), sizes())) == alone(model, texts)
 
 
 def test_refused_models():

@@ -106,7 +106,8 @@ def test_conversations_with_full_and_with_new_ids(name):
     ids = torch.cat([said, more], 1)
     mask = torch.cat([first["attention_mask"], torch.ones(3, ids.shape[1] - first["input_ids"].shape[1], dtype=torch.long)], 1)
     expected = generate(model, {"input_ids": ids, "attention_mask": mask})
-    other = copy.deepcopy(cache)
+    with torch.inference_mode():
+        other = copy.deepcopy(cache)
     full = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache)
     assert torch.equal(full, expected)
     assert cache.get_seq_length() == expected.shape[1] - 1 and other.get_seq_length() == said.shape[1] - 1
@@ -426,6 +427,22 @@ def test_bad_input():
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         cache.layers[0].offload()
     assert not cache.is_compileable  # otherwise generate() would start torch.compile by itself
+
+
+@torch.no_grad()
+def test_an_interrupted_forward_over_layers_of_several_kinds():
+    """The mask of the second layer is made for the tokens that this layer has, and would fit."""
+    model, ids = family("qwen2", "cpu"), prompts("no_padding", "cpu")["input_ids"]
+    with patch(model):
+        cache = PreallocatedCache(model)
+        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids, past_key_values=cache)
+        hook.remove()
+        with pytest.raises(ValueError, match="some of its layers now lack tokens"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        assert model(ids, past_key_values=cache).logits.isfinite().all()
 
 
 def test_layers_that_a_model_adds_to_its_cache():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from contextlib import nullcontext
 
@@ -274,6 +275,9 @@ def test_what_is_stored(llama, kv_dtype):
     for change in (lambda: cache.reorder_cache(torch.tensor([2, 0, 0])), lambda: cache.batch_select_indices(torch.tensor([1]))):
         change()
     assert torch.equal(layer.keys, keys[:1]) and len(layer.centre) == 1
+    torch.save(cache, file := io.BytesIO())
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False).layers[0].keys, layer.keys)
     cache.reset()
     first = cache.update(k[:1] + 7, v[:1], 0)
     assert torch.equal(first[0], k[:1] + 7) and torch.equal(layer.centre, (k[:1] + 7).mean(2, keepdim=True))

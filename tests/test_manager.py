@@ -129,6 +129,54 @@ def test_stops_cancels_and_pauses(model):
         pass
 
 
+def test_ids_of_requests(model):
+    """A cancellation that comes too late is not that of a later request; names are given once, also those of samples."""
+    config, (text,) = options(max_new_tokens=2, do_sample=True, num_return_sequences=2), prompts(5)
+    with model.init_continuous_batching(config, sizes()) as manager:
+        for request in ("text", "req_0"):
+            manager.cancel_request(request)
+            assert manager.get_result(manager.add_request(text, request)).error is None
+            assert manager.get_result(f"{request}__child#0").error is None
+            manager.cancel_request(request)
+        with manager.pause():
+            manager.add_request(text, "req_0")
+            assert manager.add_requests([text, text]) == ["req_1", "req_2"]
+            with pytest.raises(ValueError, match="There is a request 'req_0__child#0' already"):
+                manager.add_request(text, "req_0__child#0")
+            manager.add_request(text, "of the caller__child#0")
+            with pytest.raises(ValueError, match="There is a request 'of the caller__child#0' already"):
+                manager.add_request(text, "of the caller")
+
+
+def test_pauses_that_would_wait_for_themselves(model):
+    text, errors = prompts(5)[0], []
+
+    def pause():
+        with pytest.raises(RuntimeError, match="would wait for it"), manager.pause():
+            pass
+        errors.append("a pause in a step")
+
+    made = [At(0, pause)]
+    with model.init_continuous_batching(options(max_new_tokens=4000), sizes(), logits_processor=made) as manager:
+        next(manager.request_id_iter(manager.add_request(text, streaming=True)))
+        assert errors
+        with manager.pause(), pytest.raises(RuntimeError, match="would wait for the manager"):
+            model.generate_batch([text], options())
+        manager.stop(hard_stop=True)
+    assert model.generate_batch([text], options())["req_0"].error is None
+
+
+def test_another_dtype_between_requests(model):
+    text = prompts(5)[0]
+    with model.init_continuous_batching(options(), sizes()) as manager:
+        for dtype in (torch.bfloat16, torch.float32):
+            assert manager.get_result(manager.add_request(text)).error is None
+            with manager.pause():
+                model.to(dtype)
+                manager.add_request(text)
+            assert manager.get_result().error is None
+
+
 def test_a_model_that_changes_in_a_pause(model):
     start = prompts(60)[0]
     with model.init_continuous_batching(options(max_new_tokens=200), sizes()) as manager:
@@ -187,6 +235,8 @@ REFUSED = [
     ({"input_ids": [5], "max_new_tokens": 0}, "at least 1; got 0"),
     ({"input_ids": [5], "temperature": 0.5}, "does not support 'temperature'"),
     ({"input_ids": [5], "request_id": "taken"}, "There is a request 'taken' already"),
+    ({"input_ids": [5], "request_id": 7}, "request_id is a string, .*got 7 and None"),
+    ({"input_ids": [5], "eos_token_id": ["a"]}, r"or a list of them; got None and \['a'\]"),
     ({"input_ids": [5], "eos_token_id": 3}, "does not go with min_new_tokens"),
 ]
 
@@ -195,7 +245,7 @@ def test_refused_requests_and_managers(model):
     manager = model.init_continuous_batching(options(min_new_tokens=1), sizes())
     manager.add_request([5], "taken")
     for given, error in REFUSED:
-        with pytest.raises(ValueError, match=error):
+        with pytest.raises((ValueError, TypeError), match=error):
             manager.add_request(**given)
     with pytest.raises(ValueError, match="does not support num_beams=2"):
         model.init_continuous_batching(options(num_beams=2))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import tiny
 from test_boundaries import ORDER
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, GenerationConfig
 
 import hf_fastattn
 import hf_fastattn_cli as cli
@@ -130,6 +130,14 @@ def _manager():
         model.init_continuous_batching().add_request([3], temperature=0.5)
 
 
+def _in_a_pause():
+    model = tiny("llama")
+    with hf_fastattn.patch(model), model.init_continuous_batching(GenerationConfig(max_new_tokens=4000)) as manager:
+        next(manager.request_id_iter(manager.add_request([3], streaming=True)))
+        with manager.pause():
+            model.generate_batch([[3]])
+
+
 def _prompt_learning():
     peft = pytest.importorskip("peft")
     return peft.get_peft_model(tiny("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
@@ -160,6 +168,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "`PagedCache` of a model": lambda: hf_fastattn.PagedCache(tiny("deepseek_v3", **LATENT)),
     "`PagedCache` with": lambda: _paged_streaming(),
     "a request of a manager": lambda: _manager(),
+    "inside `pause()`": lambda: _in_a_pause(),
     "without a window": lambda: hf_fastattn.patch(checkpoint.model(), "streaming"),
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
     "without generate()": lambda: hf_fastattn.patch(tiny("llama", auto=AutoModelForSequenceClassification)),

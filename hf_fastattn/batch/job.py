@@ -15,7 +15,7 @@ from ..caches.paged import GROUP, PagedStorage, windows_of
 from ..caches.pages import Pool, check_size
 from .loop import KEEP, Loop
 from .pick import Picker
-from .requests import BatchError, Row
+from .requests import CHILD, BatchError, Row
 
 SIZE = 64
 MOST_ROWS = 256
@@ -133,6 +133,9 @@ def asked_of(model: hf.PreTrainedModel, generation_config: hf.GenerationConfig |
     for name, neutral in (_REFUSED | {"cache_implementation": (None, own)}).items():
         if (value := getattr(config, name, None)) not in neutral:
             raise ValueError(f"generate_batch() does not support {name}={value!r:.60}. Leave it out, or use generate().")
+    for name in ("num_return_sequences", "prefill_chunk_size"):
+        if (value := getattr(config, name) or 1) < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}.")
     if config.stop_strings and known["tokenizer"] is None:
         raise ValueError("stop_strings need the tokenizer: pass tokenizer=... to generate_batch().")
     return Asked(config, limit, known["tokenizer"], known["logits_processor"])
@@ -290,7 +293,7 @@ def run(
         if progress is not None and len(loop.results) > told:
             progress(len(loop.results) - told)
             told = len(loop.results)
-    ids = [key for name in names for key in (*(f"{name}__child#{index}" for index in range(copies - 1)), name)]
+    ids = [key for name in names for key in (*(f"{name}{CHILD}{index}" for index in range(copies - 1)), name)]
     results = {key: loop.results[key] for key in ids}
     if failed := [key for key, result in results.items() if result.error is not None]:
         some = "; ".join(f"{key}: {results[key].error}" for key in failed[:3])

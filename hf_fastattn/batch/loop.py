@@ -21,7 +21,7 @@ from ..caches.pages import Key, Pool
 from . import groups
 from .pick import Picker
 from .prompts import Part, reading_of
-from .requests import Row
+from .requests import CHILD, Row
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 KEEP = "logits_to_keep"
@@ -96,7 +96,7 @@ class Loop:
 
     def _cancel(self) -> None:
         for row in [*self.waiting, *self.reading, *self.rows]:
-            if not row.ended and {row.id, row.id.partition("__child#")[0]} & self.cancelled:
+            if not row.ended and {row.id, row.id.partition(CHILD)[0]} & self.cancelled:
                 rest = [row.twin(index) for index in range(row.copies - 1)]
                 for each in (row, *rest):
                     self._finish(each, "The request was cancelled.")

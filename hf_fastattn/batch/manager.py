@@ -12,16 +12,27 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from .. import hf
 from .loop import Loop
-from .requests import Row
+from .requests import CHILD, Row
 
 Open = Callable[[list[Row]], AbstractContextManager[Loop]]
 _STOPPED = "The manager was stopped before the end of this request."
+
+
+class Paused(threading.local):
+    """The models whose managers this thread has paused."""
+
+    def __init__(self) -> None:
+        self.models: list[object] = []
+
+
+paused = Paused()
 
 
 class Work:
@@ -58,6 +69,7 @@ class Work:
         with self.changed:
             if result.is_finished():
                 self.rows.pop(result.request_id, None)
+                self.cancelled.discard(result.request_id)
             if (handler := self.handlers.get(result.request_id)) is None:
                 self.results.append(result)
             else:
@@ -112,6 +124,8 @@ class Work:
             if self.resumed:
                 loop.forget()
                 self.resumed = False
+                if not loop.busy:
+                    return False  # the next requests may need pages of another dtype
             loop.waiting += [row for row in self.inbox if row.id in self.cancelled]
             self.inbox = deque(row for row in self.inbox if row.id not in self.cancelled)
             while self.inbox and loop.holds(self.inbox[0]):
@@ -201,12 +215,16 @@ class Manager:
         work = self._work
         if not work.alive:
             raise RuntimeError("The manager does not run, so it cannot pause. Call start() before.")
+        if threading.current_thread() is work.thread:
+            raise RuntimeError("pause() was called by code that the manager runs, and would wait for it. Use another thread.")
         with work.changed:
             work.paused += 1
             work.changed.wait_for(lambda: not work.stepping)
+        paused.models.append(self.model)
         try:
             yield
         finally:
+            paused.models.remove(self.model)
             with work.changed:
                 work.paused -= 1
                 work.resumed = True
@@ -235,6 +253,10 @@ class Manager:
         that cannot run, and RuntimeError after the end of the thread."""
         names = None if request_id is None else [request_id]
         ends = None if eos_token_id is None else frozenset(hf.ends_of(eos_token_id))
+        if not isinstance(request_id, str | None) or not all(isinstance(each, Integral) for each in ends or ()):
+            raise TypeError(
+                f"request_id is a string, and eos_token_id a number or a list of them; got {request_id!r} and {eos_token_id!r}."
+            )
         return self._add([input_ids], names, max_new_tokens, streaming, record_timestamps, ends, logit_processor_kwargs)[0]
 
     def add_requests(
@@ -272,17 +294,18 @@ class Manager:
                 why = "was stopped" if work.error is None else f"has ended ({type(work.error).__name__}: {work.error})"
                 raise RuntimeError(f"The manager {why} and takes no request. Call start() again, or create another one.")
             if names is None:
-                names = [f"req_{self._count + index}" for index in range(len(texts))]
-                self._count += len(texts)
+                names = []
+                while len(names) < len(texts):
+                    names += [name] if (name := f"req_{self._count}") not in work.rows else []
+                    self._count += 1
             copies = config.num_return_sequences or 1
             made = [
                 Row(name, *text, copies, stamped, ends=ends, streamed=streaming) for name, text in zip(names, texts, strict=True)
             ]
-            if taken := [row.id for row in made if row.id in work.rows]:
-                raise ValueError(f"There is a request {taken[0]!r} already, which has no result yet. Give another request_id.")
-            for row in made:
-                twins = [row.twin(index) for index in range(copies - 1)]
-                work.rows |= {each.id: each for each in (row, *twins)}
+            rows = {each.id: each for row in made for each in (row, *(row.twin(index) for index in range(copies - 1)))}
+            if taken := rows.keys() & work.rows.keys():
+                raise ValueError(f"There is a request {min(taken)!r} already, which has no result yet. Give another request_id.")
+            work.rows |= rows
             work.inbox += made
             work.changed.notify_all()
         return names
@@ -290,7 +313,8 @@ class Manager:
     def cancel_request(self, request_id: str) -> None:
         """Let a request, and those that continue its prompt, end before the next step, with an error."""
         with self._work.changed:
-            self._work.cancelled.add(request_id)
+            if any(request_id in (name, name.partition(CHILD)[0]) for name in self._work.rows):
+                self._work.cancelled.add(request_id)
 
     # ---- results ----
 

@@ -21,17 +21,18 @@ class Picker:
 
     def __init__(self, model: hf.PreTrainedModel, config: hf.GenerationConfig, more: Sequence[Any] | None, logprobs: bool):
         self.model, self.config, self.more, self.logprobs = model, config, more, logprobs
-        self.by_prompt: dict[int, list[Any]] = {}
+        self.made: dict[tuple[int, int], list[Any]] = {}
         self.samples = bool(config.do_sample)
-        self.reads_ids = any(map(hf.reads_ids, self.processors(1)))
-        self.sampling = hf.Sampling(self.processors(1)) if self.samples and not (self.reads_ids or logprobs) else None
+        self.of_scores = self.processors(1, 0)  # all of them, if none reads ids
+        self.reads_ids = any(map(hf.reads_ids, self.of_scores))
+        self.sampling = hf.Sampling(self.of_scores) if self.samples and not (self.reads_ids or logprobs) else None
         self.texts: torch.Tensor | None = None
 
-    def processors(self, prompt: int) -> list[Any]:
-        """Those for a prompt of so many tokens."""
-        if prompt not in self.by_prompt:
-            self.by_prompt[prompt] = hf.processors_of(self.model, self.config, prompt, self.more)
-        return self.by_prompt[prompt]
+    def processors(self, prompt: int, limit: int) -> list[Any]:
+        """Those for a prompt of so many tokens and at most `limit` new ones."""
+        if (prompt, limit) not in self.made:
+            self.made[prompt, limit] = hf.processors_of(self.model, self.config, prompt, limit, self.more)
+        return self.made[prompt, limit]
 
     def make_room(self, rows: int, width: int, device: torch.device) -> None:
         """Allocate the texts of so many rows."""
@@ -63,7 +64,7 @@ class Picker:
         if self.sampling is not None:
             return torch.multinomial(torch.nn.functional.softmax(self.sampling(None, scores), dim=-1), num_samples=1)[:, 0], None
         if not self.reads_ids:
-            for processor in self.processors(1):
+            for processor in self.of_scores:
                 scores = processor(None, scores)
         else:
             scores = self._by_length(scores, rows, decoded)
@@ -72,11 +73,13 @@ class Picker:
         return tokens, chosen
 
     def _by_length(self, scores: torch.Tensor, rows: Sequence[Row], decoded: bool) -> torch.Tensor:
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        forced = self.config.forced_eos_token_id is not None  # by the last token that a text may have
         for index, row in enumerate(rows):
-            groups.setdefault((len(row.prompt), len(row.prompt) + row.launched), []).append(index)
+            kind = len(row.prompt), row.limit if forced else 0, len(row.prompt) + row.launched
+            groups.setdefault(kind, []).append(index)
         out = torch.empty_like(scores)
-        for (prompt, length), members in groups.items():
+        for (prompt, limit, length), members in groups.items():
             at = on_device(members, scores.device)
             if decoded:
                 assert self.texts is not None
@@ -84,7 +87,7 @@ class Picker:
             else:
                 ids = on_device([rows[each].ids for each in members], scores.device)
             some = scores[at]
-            for processor in self.processors(prompt):
+            for processor in self.processors(prompt, limit):
                 some = processor(ids, some)
             out[at] = some
         return out

@@ -9,6 +9,8 @@ from typing import Any
 from .. import hf
 from ..caches.pages import Held
 
+CHILD = "__child#"  # between the id of a request and the number of a text that continues its prompt
+
 
 class BatchError(RuntimeError):
     """Requests of generate_batch() have failed. results: of all requests by id, in which `error` says why one has failed."""
@@ -58,7 +60,7 @@ class Row:
     def twin(self, index: int) -> Row:
         """A text that continues the same prompt."""
         more: dict[str, Any] = {name: getattr(self, name) for name in ("stamped", "made", "begun", "ends", "streamed")}
-        return Row(f"{self.id}__child#{index}", self.prompt, self.limit, **more)
+        return Row(f"{self.id}{CHILD}{index}", self.prompt, self.limit, **more)
 
     def last(self, count: int) -> list[int]:
         """The last ids."""

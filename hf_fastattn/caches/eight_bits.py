@@ -146,7 +146,7 @@ def _mean(x: torch.Tensor, mask: object) -> torch.Tensor:
     return x.where(live, 0.0).sum(2, keepdim=True, dtype=torch.float32) / live.sum(2, keepdim=True).clamp(min=1)
 
 
-class ByteStorage(PreallocatedStorage):
+class CodedStorage(PreallocatedStorage):  # torch.load takes a class ByteStorage for one of torch
     """The layers of one cache, in 8 bits those without a sliding window."""
 
     kv_dtype: str
@@ -165,7 +165,7 @@ class ByteStorage(PreallocatedStorage):
 
 def storage_of(kinds: Sequence[Kind], capacity: int, kv_dtype: str | None, growable: bool = True) -> PreallocatedStorage:
     """The storage of a preallocated cache. kv_dtype: None for K and V as the model computes them."""
-    return states.storage_of(kinds, capacity, growable) if kv_dtype is None else ByteStorage(kinds, capacity, kv_dtype, growable)
+    return states.storage_of(kinds, capacity, growable) if kv_dtype is None else CodedStorage(kinds, capacity, kv_dtype, growable)
 
 
 def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -91,6 +92,12 @@ class StoredCache(hf.Cache):
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
         vars(copied).update(vars(self), original=self)  # the storage is free for reuse when both are deleted
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        with torch.inference_mode(False):  # tensors of inference could not be written after it
+            vars(copied).update(copy.deepcopy(vars(self), memo))
         return copied
 
     def update(

@@ -226,11 +226,6 @@ class TableStorage(PreallocatedStorage):
         self._drop(0)
         self.kept = self.room = 0
 
-    def rewind(self, mark: list[torch.Tensor] | None) -> None:
-        super().rewind(mark)
-        # Masks are those of whole pages, and would not differ for a layer that lacks a token.
-        self.cut_short = self.cut_short or (mark is None and len({layer.seen for layer in self.layers}) > 1)
-
     def forget(self) -> None:
         """Discard the pools of a model whose K and V have another form."""
         self.reset()

@@ -66,9 +66,13 @@ def page_size_of(config: ContinuousBatchingConfig) -> int:
     return size
 
 
-def processors_of(model: PreTrainedModel, config: GenerationConfig, prompt: int, more: Sequence[Any] | None) -> list[Any]:
-    """The logits processors for a prompt of so many tokens, with those of the caller."""
-    added = logits_process.LogitsProcessorList(more or [])
+def processors_of(
+    model: PreTrainedModel, config: GenerationConfig, prompt: int, limit: int, more: Sequence[Any] | None
+) -> list[Any]:
+    """The logits processors for a prompt of so many tokens and at most `limit` new ones, with those of the caller."""
+    added, config = logits_process.LogitsProcessorList(more or []), copy.copy(config)
+    config.max_length = prompt + limit  # as generate() sets both
+    config.min_length = config.min_length if config.min_new_tokens is None else prompt + config.min_new_tokens
     found = getattr(model, PROCESSORS_OF_CALL)
     return list(found(config, input_ids_seq_length=prompt, logits_processor=added, device=str(model.device), model_kwargs={}))
 

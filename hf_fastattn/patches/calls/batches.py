@@ -11,7 +11,7 @@ import torch
 from ... import hf
 from ...batch import job
 from ...batch.loop import BUCKETS, Loop
-from ...batch.manager import Manager
+from ...batch.manager import Manager, paused
 from ...batch.requests import Row
 from ...caches import forward
 from ...caches.paged import PagedStorage
@@ -70,14 +70,21 @@ class Batches:
     def alone(self) -> Iterator[None]:
         """The time of one job of the model."""
         generation = self.__self__
-        with generation.job_lock, torch.no_grad():
+        if not generation.job_lock.acquire(blocking=generation.model not in paused.models):
+            raise RuntimeError(
+                "generate_batch() would wait for the manager that this thread has paused. Leave its pause() before."
+            )
+        try:
             if generation.in_job:
                 raise RuntimeError("generate_batch() was called by code that it runs. Call it after the other call has returned.")
-            generation.in_job = True
-            try:
-                yield
-            finally:
-                generation.in_job = False
+            with torch.no_grad():
+                generation.in_job = True
+                try:
+                    yield
+                finally:
+                    generation.in_job = False
+        finally:
+            generation.job_lock.release()
 
     def prompts(self, model: hf.PreTrainedModel, inputs: Any) -> list[list[int]]:
         """The prompts of a call. Raises TypeError and ValueError, also for a model that cannot run."""
@@ -97,7 +104,7 @@ class Batches:
     ) -> Iterator[Loop]:
         """The loop of a job for texts of at most so many tokens each. The model is in eval mode meanwhile, as in Transformers."""
         caches = self.__self__.caches
-        settings = job.settings_of(model, asked, texts, batching, caches.kinds, caches.pool.idle_bytes)
+        settings = job.settings_of(model, asked, texts, batching, caches.run, caches.pool.idle_bytes)
         vars(model)[MARK].begin_batches(settings.size)
         forward.abandon(model)
         storage = self._storage(model, settings)
@@ -123,7 +130,7 @@ class Batches:
             others = f"kv_dtype={generation.caches.kv_dtype!r} stores K and V in 8 bits, and pages hold them as they are computed"
         elif others is None and generation.ranks.several:
             others = "several ranks share it"
-        return job.why_not(model, generation.caches.kinds, others)
+        return job.why_not(model, generation.caches.run, others)
 
     def _storage(self, model: hf.PreTrainedModel, settings: job.Settings) -> PagedStorage:
         """An empty storage for this call: an idle one that is large enough, or a new one."""
@@ -164,17 +171,12 @@ class Batches:
             options: dict[str, Any] = {"stock": stock, "whole": True, "storage": storage, "begun": True}
             step = Forwards(generation.graphs, model, run, generation.say, refused, **options)
 
-        def decode(**given: Any) -> Any:
-            check_open(generation)
-            return (step or run)(**given)
-
         def read(**given: Any) -> Any:
-            check_open(generation)
             if step is not None:
                 step.present.forget()  # Python runs, and may change the model
             return run(**given)
 
-        return decode, read
+        return checked(generation, step or run), checked(generation, read)
 
 
 class Managers:
@@ -196,7 +198,7 @@ class Managers:
         model = generation.model
         batches.prompts(model, [])
         asked = job.asked_of(model, generation_config, kwargs)
-        job.settings_of(model, asked, [1], batching, generation.caches.kinds)
+        job.settings_of(model, asked, [1], batching, generation.caches.run)
 
         def read(inputs: list[list[int]], new: int | None) -> list[tuple[list[int], int]]:
             check_open(generation)
@@ -217,6 +219,20 @@ class Managers:
 def check_open(generation: Generation) -> None:
     if generation.graphs.closed:
         raise RuntimeError(_UNDONE)
+
+
+def checked(generation: Generation, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of a job, which raises RuntimeError if the patch is undone before it or by another thread during it."""
+
+    def call(**given: Any) -> Any:
+        check_open(generation)
+        try:
+            return run(**given)
+        except Exception:
+            check_open(generation)
+            raise
+
+    return call
 
 
 def device_of(model: hf.PreTrainedModel) -> AbstractContextManager[object]:

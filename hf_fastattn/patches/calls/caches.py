@@ -70,6 +70,11 @@ class CallCaches:
         return len(kinds)
 
     @property
+    def run(self) -> tuple[hf.Kind, ...]:
+        """Of the layers that the model runs."""
+        return self.kinds[: self.fitted[1]]
+
+    @property
     def type(self) -> type[StoredCache]:
         if self.shares is not None:
             return SharedCache
