@@ -196,3 +196,10 @@ class PreallocatedStorage(Storage):
         super().rewind(mark)
         for track in self.tracks:
             track.stale = True
+
+    def interrupt(self, seen: list[int]) -> None:
+        super().interrupt(seen)
+        for layer, before in zip(self.counted, seen, strict=False):
+            if layer.seen > before:
+                self.cut_short |= layer.why_not_crop(layer.seen - before) is not None
+                layer.seen = layer.seen if self.cut_short else before
