@@ -603,6 +603,19 @@ class Negated(torch.Tensor):
         return function(*tree_map_only(cls, lambda weight: -weight.stored, args), **(kwargs or {}))
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, Negated])
+def test_a_weight_is_swapped_for_another(kind, model):
+    """As by to() of a model with weights of a subclass; torch swaps no tensor to which there are weak references."""
+    weights = [nn.Parameter(kind(torch.ones(128, 64) * n), requires_grad=False) for n in (1, 2)]
+    model.lm_head.weight, last = weights.pop(), Last()
+    before, _ = last.current(model)
+    assert last.current(model)[0] is before and last.assumed(model) is before
+    torch.utils.swap_tensors(model.lm_head.weight, weights[0])
+    assert last.current(model)[0] is not before
+    weights.clear()
+    assert last.assumed(model) is last.state
+
+
 COUNT = [0]
 COUNTING = {
     "attribute": lambda self, x: (setattr(self, "calls", self.calls + 1), x * self.calls)[1],
