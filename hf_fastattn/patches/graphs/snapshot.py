@@ -2,8 +2,8 @@
 
 The same objects at the same places have the same state, except for what is read again in each comparison: lists, configurations
 and other objects that are neither constants, modules nor plain tensors. References are compared for all modules at once, by few
-calls of C code: a loop over the modules takes several times as long. Nothing of the model is kept alive but constants. No tensor is
-referred to weakly, either: torch could not swap it for another (`torch.utils.swap_tensors`), as `to()` does with quantised weights.
+calls of C code: a loop over the modules takes several times as long. Nothing of the model is kept alive but constants. Nor is a
+tensor referred to weakly: torch could not swap it (`torch.utils.swap_tensors`), as `to()` does with quantised weights.
 """
 
 from __future__ import annotations
