@@ -230,6 +230,12 @@ def test_a_state_that_the_user_keeps_or_replaces(graphs):
         captures = patch.captures
         more = generated(model, torch.cat([text, IDS[:, :1]], 1), past_key_values=cache)
         assert patch.captures == captures + 1
+        for put in (None, kept[:1].expand_as(kept), torch.cat([kept, kept], -1)):
+            cache = PreallocatedCache(model)
+            generated(model, past_key_values=cache)
+            cache.layers[0].recurrent_states[0] = put
+            del cache
+            assert torch.equal(generated(model), expected)
     assert torch.equal(more, generated(model, torch.cat([text, IDS[:, :1]], 1)))
 
 
