@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_fastattn import kernels
 from hf_fastattn.hf import packages
@@ -92,7 +92,8 @@ class _Recorder(TorchDispatchMode):
         if str(function).startswith(SYNCS):
             raise RuntimeError(f"operation not permitted when stream is capturing: {function}")
         result = function(*args, **(kwargs or {}))
-        self.operations.append((function, args, kwargs or {}, tree_leaves(result)))
+        args, kwargs = tree_map_only(torch.nn.Parameter, torch.Tensor.detach, (args, kwargs or {}))  # at their present addresses
+        self.operations.append((function, args, kwargs, tree_leaves(result)))
         return result
 
 

@@ -564,6 +564,17 @@ def test_a_wrapper_is_not_taken_for_the_library_function_that_it_wraps(where, in
         assert patch.captures == (2 if where == "other_method" else 3)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_a_part_in_torchscript_that_a_patched_model_gets(inputs, model, twin):
+    with hf_fastattn.patch(model) as patch:
+        assert torch.equal(generate(model, inputs), generate(twin, inputs))
+        for each in (model, twin):
+            each.model.layers[1].mlp.act_fn = torch.jit.script(nn.Tanh())
+        more = {name: x.repeat(2, 1) for name, x in inputs.items()}  # of which one row is read
+        assert torch.equal(generate(model, more), generate(twin, more)) and patch.captures == 1
+        assert "act_fn is a torch.jit.ScriptModule" in patch.reasons[0]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_of_every_family_run_code_of_libraries(family):
     model_type, own = FAMILIES[family]
@@ -601,6 +612,19 @@ class Negated(torch.Tensor):
         if function is torch.ops.aten.detach.default:
             return cls(args[0].stored)
         return function(*tree_map_only(cls, lambda weight: -weight.stored, args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Negated])
+def test_a_weight_is_swapped_for_another(kind, model):
+    """As by to() of a model with weights of a subclass; torch swaps no tensor to which there are weak references."""
+    weights = [nn.Parameter(kind(torch.ones(128, 64) * n), requires_grad=False) for n in (1, 2)]
+    model.lm_head.weight, last = weights.pop(), Last()
+    before, _ = last.current(model)
+    assert last.current(model)[0] is before and last.assumed(model) is before
+    torch.utils.swap_tensors(model.lm_head.weight, weights[0])
+    assert last.current(model)[0] is not before
+    weights.clear()
+    assert last.assumed(model) is last.state
 
 
 COUNT = [0]

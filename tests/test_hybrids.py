@@ -133,7 +133,7 @@ def test_turns_copies_rows_and_files(family, graphs, tmp_path):
         assert torch.equal(generated(model, past_key_values=cache), text)
 
 
-@pytest.mark.parametrize("change", ["missing", "dtype", "rows", "layer"])
+@pytest.mark.parametrize("change", ["missing", "dtype", "rows", "layer", "a number"])
 def test_a_file_with_other_states_is_refused(change, tmp_path):
     model, path = built("Qwen3_5"), tmp_path / "cache"
     cache = PreallocatedCache(model)
@@ -148,9 +148,12 @@ def test_a_file_with_other_states_is_refused(change, tmp_path):
         "dtype": {"0.recurrent.0": state.half()},
         "rows": {"0.recurrent.0": state[:1].clone()},
         "layer": {"1.recurrent.0": state},
+        "a number": {"0.recurrent.0": torch.tensor(1.0)},
     }
+    if change == "a number":
+        metadata["states"] = metadata["states"].replace(str([*state.shape]), "[]")
     save_file(tensors | new.get(change, {}), path, metadata)
-    with pytest.raises(ValueError, match="needs the recurrent states of each layer"):
+    with pytest.raises(ValueError, match=r"needs the recurrent states of each layer|has states of 0 rows, and others of 2"):
         PreallocatedCache.load(path, model)
 
 
@@ -252,6 +255,12 @@ def test_a_state_that_the_user_keeps_or_replaces(graphs):
         captures = patch.captures
         more = generated(model, torch.cat([text, IDS[:, :1]], 1), past_key_values=cache)
         assert patch.captures == captures + 1
+        for put in (None, kept[:1].expand_as(kept), torch.cat([kept, kept], -1)):
+            cache = PreallocatedCache(model)
+            generated(model, past_key_values=cache)
+            cache.layers[0].recurrent_states[0] = put
+            del cache
+            assert torch.equal(generated(model), expected)
     assert torch.equal(more, generated(model, torch.cat([text, IDS[:, :1]], 1)))
 
 

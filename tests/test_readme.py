@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import warnings
 from pathlib import Path
 
 import checkpoint
@@ -143,6 +144,12 @@ def _prompt_learning():
     return peft.get_peft_model(tiny("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 
 
+def _scripted(model):
+    with warnings.catch_warnings(action="ignore"):  # deprecated in torch
+        model.model.layers[1].mlp.act_fn = torch.jit.script(torch.nn.Tanh())
+    return model
+
+
 SHAPE = (1, 2, 4, 64)
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 LATENT |= {"v_head_dim": 8, "first_k_dense_replace": 2}
@@ -173,6 +180,10 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "encoder-decoder": lambda: hf_fastattn.patch(tiny("bart", auto=AutoModelForSeq2SeqLM, d_model=64)),
     "without generate()": lambda: hf_fastattn.patch(tiny("llama", auto=AutoModelForSequenceClassification)),
     "prompt learning": lambda: hf_fastattn.patch(_prompt_learning()),
+    "TorchScript": lambda: hf_fastattn.patch(_scripted(tiny("llama"))),
+    "over recurrent states": lambda: hf_fastattn.PreallocatedCache(
+        tiny("lfm2", layer_types=["conv", "full_attention"])
+    ).storage.crop(1),
     '"sdpa"': lambda: hf_fastattn.patch(tiny("llama"), "sdpa"),
     "another backend than": lambda: hf_fastattn.patch(tiny("llama"), "fa2", kv_dtype="int8"),
     "all have a window": lambda: hf_fastattn.patch(tiny("mistral", sliding_window=16), kv_dtype="int8"),

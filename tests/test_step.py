@@ -125,6 +125,45 @@ def test_a_forward_that_raises_leaves_no_step(options, cache_type, error):
             assert torch.equal(model(IDS, past_key_values=cut).logits, expected)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@both_caches
+def test_a_cache_after_a_forward_that_was_interrupted(options, cache_type, error, tmp_path):
+    """The first layer has stored a token that the second lacks. Where tokens can be removed, the cache is as before."""
+    model = tiny("llama")
+    with hf_fastattn.patch(model, **options), torch.no_grad():
+        cache, more = cache_type(model), IDS[:, :1]
+        prompt = model(IDS, past_key_values=cache).logits
+        expected = model(more, past_key_values=cache).logits
+
+        def cut(tokens=IDS):
+            cache = cache_type(model)
+            model(tokens, past_key_values=cache)
+            with inside(model, Mock(side_effect=error)), pytest.raises(error):
+                model(more, None, None, cache)
+            return cache
+
+        (cache := cut()).reset()
+        assert torch.equal(model(IDS, past_key_values=cache).logits, prompt)
+        if cache_type is PreallocatedCache:
+            assert torch.equal(model(more, past_key_values=cut()).logits, expected)
+            cut().save(tmp_path / "cache", model)
+            (cropped := cut(torch.cat([IDS, more, more], 1))).crop(-2)
+            for cache in (cropped, PreallocatedCache.load(tmp_path / "cache", model)):
+                torch.testing.assert_close(model(more, past_key_values=cache).logits, expected)
+
+
+@both_caches
+def test_arguments_without_names(options, cache_type):
+    """A cache counts the tokens and finds the padding in them, too."""
+    model, mask = tiny("llama"), torch.ones_like(IDS)
+    mask[:, :5] = 0
+    with hf_fastattn.patch(model, **options), torch.no_grad():
+        named = model(IDS, attention_mask=mask, past_key_values=cache_type(model)).logits
+        assert torch.equal(model(IDS, mask, None, cache_type(model)).logits[:, 5:], named[:, 5:])
+        with pytest.raises(TypeError, match=r"multiple values|by keyword"):
+            model(IDS, mask, None, cache_type(model), attention_mask=mask)
+
+
 def test_generate_after_an_interrupt(monkeypatch):
     fake_graph.use(monkeypatch)
     model = tiny("llama")

@@ -328,12 +328,14 @@ BAD = {
     "no description": (lambda _, made: made.pop("kernels"), "is no whole file of `hf-fastattn warm --export`"),
     "a foreign description": (lambda _, made: made["kernels"][0].__setitem__(0, "os"), "has members that are not the kernels"),
     "a link": (lambda m, _: m.update({a_link(): b"/etc"}), "it has a link"),
+    "members that fill the memory": (lambda m, _: m.update({f"{n}": bytes(3 << 20) for n in range(2)}), "1 GiB in all"),
 }
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_archive_is_refused_before_anything_is_written(what, exported):
+def test_a_bad_archive_is_refused_before_anything_is_written(what, exported, monkeypatch):
     _, file, cache = exported
+    monkeypatch.setattr(archive, "MOST", 4 << 20)
     change, says = BAD[what]
     changed(file, change)
     with pytest.raises(ValueError, match=says):

@@ -73,6 +73,7 @@ class Step:
     shown_tokens: how many of their first slots hold tokens. packed: how prompts are read as one row, if they are. ragged: what
     queries see whose rows have lengths of their own. cache: a weak reference to the cache of a model's forward.
     tokens: those of each row in a graph, padding included; 0 outside of one. real: the result of `no_padding`.
+    seen: the tokens of each layer before a forward from Python, if its storage can remove the new ones.
     """
 
     def __init__(self, storage: object, mode: str = EAGER, model: torch.nn.Module | None = None):
@@ -92,6 +93,7 @@ class Step:
         self.cache: Any = None
         self.tokens = 0
         self.real: torch.Tensor | None = None
+        self.seen: list[int] = []
 
     @property
     def storage(self) -> Any:

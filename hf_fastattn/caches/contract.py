@@ -175,3 +175,7 @@ class Storage:
         else:
             for state, old in zip(self.states(), mark, strict=True):
                 state.copy_(old)
+
+    def interrupt(self, seen: list[int]) -> None:
+        """Undo a forward from Python that was interrupted, or note that layers lack tokens. seen: see `Step`."""
+        self.rewind(None)

@@ -74,7 +74,9 @@ def streams(model: hf.PreTrainedModel) -> bool:
 
 def before(model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """The forward pre-hook. A StoredCache counts the new tokens and may replace the model's arguments."""
-    cache = hf.cache_in(kwargs)
+    positional = len(args) > 1 and not torch.compiler.is_compiling()
+    named = {**hf.by_name(model.forward, args), **kwargs} if positional else kwargs
+    cache = hf.cache_in(named)
     if not torch.compiler.is_compiling():
         abandon(model)
         if streams(model):
@@ -83,7 +85,9 @@ def before(model: hf.PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     step = steps.begin(cache.storage, model=model)
     step.cache = weakref.ref(cache)
-    return cache.begin(step, model, args, kwargs)
+    if named is not kwargs and len(named) == len(args) + len(kwargs):  # else the forward raises
+        args, kwargs = (), named
+    return cache.begin(step, model, args, kwargs) or (args, kwargs)
 
 
 def after(model: torch.nn.Module, args: tuple[Any, ...], output: object) -> Any:
@@ -100,4 +104,4 @@ def abandon(model: torch.nn.Module) -> None:
     while (step := steps.of_model(model)) is not None:
         steps.end(step)
         if (storage := step.storage) is not None:
-            storage.rewind(None)
+            storage.interrupt(step.seen)

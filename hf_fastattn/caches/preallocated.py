@@ -11,7 +11,7 @@ import torch
 
 from .. import hf
 from ..attention import step as steps
-from ..attention.step import Step
+from ..attention.step import EAGER, Step
 from . import eight_bits, saved
 from .layers import Layer, round_up
 from .states import NO_CROP
@@ -62,6 +62,8 @@ class PreallocatedCache(ChangeableCache):
         if self.storage.kv_dtype is not None and not self.storage.seen:
             step.plan = kwargs.get("attention_mask")  # which tokens are padding
         arguments = super().begin(step, model, args, kwargs)
+        if step.mode == EAGER and not torch.compiler.is_compiling():
+            step.seen = [layer.seen for layer in self.storage.counted]
         if not self.storage.can_undo:  # the code of a linear layer does not compare the rows of its state
             given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
             rows = next((len(x) for x in given if isinstance(x, torch.Tensor)), self._rows or 0)
@@ -99,6 +101,7 @@ class PreallocatedCache(ChangeableCache):
         Raises ValueError for a cache without tokens, for one in which some layers did not run, for a model that ranks share, and
         for a path that is a directory or a device; OSError if the file cannot be written.
         """
+        self.settle()
         saved.write(path, self.storage, model)
 
     @classmethod

@@ -126,8 +126,9 @@ def read(
     pairs = {index: _plain(path, index, *each) if len(each) == 4 else (each[0], each[1]) for index, each in held.items()}
     if pairs:
         _check_pairs(path, pairs, [kind.sees(seen) for kind in kinds], seen, model)
-    rows = len(next(iter(pairs.values()))[0] if pairs else next(iter(states[0].values())))
-    if other := {len(state) for each in states.values() for state in each.values()} - {rows}:
+    found = [state.shape[0] if state.dim() else 0 for each in states.values() for state in each.values()]
+    rows = len(next(iter(pairs.values()))[0]) if pairs else found[0]
+    if other := {*found} - {rows}:
         raise ValueError(f"{path} has states of {other.pop()} rows, and others of {rows}. Compute it again.")
     return seen, kv_dtype, held, states
 

@@ -32,13 +32,15 @@ class Moves:
 
 
 class Tensors(dict[int, torch.Tensor | None]):
-    """The convolution states or the recurrent states of a layer, by their number."""
+    """The convolution states or the recurrent states of a layer, by their number. replaced: those in the place of others."""
 
     moves: Moves
+    replaced: set[int]
 
     def __setitem__(self, index: int, tensor: torch.Tensor | None) -> None:
         if self.get(index) is not None and self[index] is not tensor:
             self.moves.count += 1
+            self.replaced.add(index)
         super().__setitem__(index, tensor)
 
 
@@ -55,7 +57,7 @@ class States(hf.LinearAttentionLayer):
         self.index, self.fresh, self.whole = index, set(range(count)), False
         for name in ("conv_states", "recurrent_states"):
             held = Tensors(getattr(self, name))
-            held.moves = moves
+            held.moves, held.replaced = moves, set()
             setattr(self, name, held)
 
     @property
@@ -104,6 +106,7 @@ class States(hf.LinearAttentionLayer):
     def drop(self, number: int, which: int) -> None:
         _, held, made = self.named[which]
         held[number], made[number] = None, False
+        held.replaced.discard(number)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Take a state of a file, under the name of its part."""
@@ -134,6 +137,9 @@ class States(hf.LinearAttentionLayer):
         return [x.view(rows, 1, -1, math.gcd(x[0].numel(), WIDTH)) for x in states]
 
     def reset(self) -> None:
+        for which, (_, held, _) in enumerate(self.named):
+            for number in [*held.replaced]:  # the user may have put anything in the place of a state
+                self.drop(number, which)
         super().reset()
         self.fresh, self.whole = set(range(self.number_of_states)), False
 

@@ -198,3 +198,10 @@ class PreallocatedStorage(Storage):
         self.cut_short = self.cut_short or (mark is None and len({layer.seen for layer in self.counted}) > 1)
         for track in self.tracks:
             track.stale = True
+
+    def interrupt(self, seen: list[int]) -> None:
+        super().interrupt(seen)
+        for layer, before in zip(self.counted, seen, strict=False):
+            if layer.seen > before:
+                self.cut_short |= layer.why_not_crop(layer.seen - before) is not None
+                layer.seen = layer.seen if self.cut_short else before

@@ -87,7 +87,13 @@ class StoredCache(hf.Cache):
     def end(self, step: Step, output: Any) -> Any:
         """Called after a patched model's forward over it. output: None if the forward raised. Returns another one, or None."""
         if output is None and step.mode == EAGER:
-            self.storage.rewind(None)
+            self.storage.interrupt(step.seen)
+
+    def settle(self) -> None:
+        """End the steps over it that are still open: an interrupt (KeyboardInterrupt) calls no hook of a model."""
+        while (step := steps.over(self.storage)) is not None:
+            steps.end(step)
+            self.storage.interrupt(step.seen)
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
@@ -130,11 +136,13 @@ class ChangeableCache(StoredCache):
 
     def reset(self) -> None:
         """Discard all tokens; the buffers stay in place."""
+        self.settle()
         self.storage.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (a negative number, as in Transformers; 0 does nothing)."""
         tokens_to_remove = int(tokens_to_remove)  # a tensor in assisted decoding
+        self.settle()
         if tokens_to_remove > 0:
             raise ValueError(f"crop() takes the negative number of tokens to remove; got {tokens_to_remove}.")
         if -tokens_to_remove > (seen := self.storage.seen):
@@ -145,6 +153,7 @@ class ChangeableCache(StoredCache):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace every row r by row beam_idx[r], in place: decode graphs stay valid."""
+        self.settle()
         self.storage.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -153,6 +162,7 @@ class ChangeableCache(StoredCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep rows `indices` (int64, or bool with one entry per row), in this order."""
+        self.settle()
         if indices.dtype == torch.bool:
             if (rows := self._rows) and indices.shape != (rows,):
                 raise ValueError(

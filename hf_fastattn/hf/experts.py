@@ -58,7 +58,7 @@ def asks_for_experts(module: torch.nn.Module) -> bool:
 
 @cache
 def _asks(cls: type[torch.nn.Module]) -> bool:
-    forward = cls.forward
+    forward = getattr(cls, "forward", None)  # of a ScriptModule it cannot be read
     if not inspect.isfunction(forward) or not hasattr(forward, "__wrapped__"):
         return False
     return inspect.getclosurevars(forward).nonlocals.get("experts_interface") is ALL_EXPERTS_FUNCTIONS

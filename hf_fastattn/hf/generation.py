@@ -71,8 +71,14 @@ def stock(model: PreTrainedModel, name: str) -> Callable[..., Any]:
 
 def generation_parameters(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of generate() by their names."""
-    names = inspect.signature(stock(model, GENERATE)).parameters
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**by_name(stock(model, GENERATE), args), **kwargs}
+
+
+def by_name(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    """Positional arguments by their names; without those that the function does not take."""
+    found = inspect.signature(function).parameters.values()
+    names = [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return dict(zip(names, args, strict=False))
 
 
 def tokens_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

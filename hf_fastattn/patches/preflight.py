@@ -106,6 +106,9 @@ def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
             f"{name} cannot be patched: a {other} in this process shares a part of it and would be changed too. Delete "
             "the other model, or build it over a copy (copy.deepcopy) of the part."
         )
+    if part := next((path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None):
+        script = "is a torch.jit.ScriptModule, whose code cannot be read. Use its module."
+        raise ValueError(f"{name} cannot be patched: {part} {script}")
     if reason := _why_no_kernel(model, backend):
         raise ValueError(f"{name} cannot run {backend.name!r}: {reason}")
     if reason := hf.unpacked(model):

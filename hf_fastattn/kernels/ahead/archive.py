@@ -24,7 +24,7 @@ from . import locks
 from .describe import Kernel, of_json
 
 VARIABLE = "HF_FASTATTN_KERNELS"
-MANIFEST, SUFFIXES, LIMIT = "manifest.json", ("cubin", "json"), 64 << 20  # bytes of a member
+MANIFEST, SUFFIXES, LIMIT, MOST = "manifest.json", ("cubin", "json"), 64 << 20, 1 << 30  # bytes of a member, of all
 
 
 @cache
@@ -105,8 +105,9 @@ def _read(file: str | os.PathLike[str]) -> tuple[list[Kernel], dict[str, bytes],
     try:
         with zipfile.ZipFile(file) as opened:
             infos = opened.infolist()
-            if any(info.file_size > LIMIT or info.external_attr >> 28 == 0xA for info in infos) or len(infos) > 10_000:
-                raise ValueError("it has a link, a member of more than 64 MiB, or too many")
+            whole = sum(info.file_size for info in infos) <= MOST and len(infos) <= 10_000
+            if not whole or any(info.file_size > LIMIT or info.external_attr >> 28 == 0xA for info in infos):
+                raise ValueError("it has a link, a member of more than 64 MiB, more than 1 GiB in all, or too many members")
             data = {info.filename: opened.read(info) for info in infos}
         manifest = json.loads(data.pop(MANIFEST))
         form, sums = manifest["hf_fastattn kernels"], dict(manifest["members"])

@@ -253,6 +253,7 @@ class Generation:
             with hf.late_stop_checks(partial(ahead, call)):
                 yield
         finally:
+            forward.abandon(model)  # before anything reads the counts of its cache
             for calls, depth in zip(stacks, depths, strict=True):
                 del calls[depth:]
             with self.lock:

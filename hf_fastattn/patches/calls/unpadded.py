@@ -77,6 +77,8 @@ def code_of_user(model: hf.PreTrainedModel, config: hf.PreTrainedConfig) -> str 
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not (caches.is_ours(hook) or hf.is_inert_hook(hook)):
                 return f"{kind} has the forward hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{kind} is a torch.jit.ScriptModule"
         if not (_is_of_packages(own.get("forward", type(module).forward)) and _is_of_packages(own.get("_hf_hook"))):
             return f"{kind}.forward() is of no installed package"
         if module.training and isinstance(module, _DropoutNd) and module.p:

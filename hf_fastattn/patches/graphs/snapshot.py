@@ -2,7 +2,8 @@
 
 The same objects at the same places have the same state, except for what is read again in each comparison: lists, configurations
 and other objects that are neither constants, modules nor plain tensors. References are compared for all modules at once, by few
-calls of C code: a loop over the modules takes several times as long. Nothing of the model is kept alive but constants.
+calls of C code: a loop over the modules takes several times as long. Nothing of the model is kept alive but constants. Nor is a
+tensor referred to weakly: torch could not swap it (`torch.utils.swap_tensors`), as `to()` does with quantised weights.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class _Snapshot:
         ]
         self.weak = [_has_weakref(value) for value in values]
         self.references = [weakref.ref(value) for value in compress(values, self.weak)]
-        self.strong = [not weak and fixed for weak, fixed in zip(self.weak, self.fixed, strict=True)]
+        kinds = zip(self.weak, self.fixed, self.plain, strict=True)
+        self.strong = [fixed and not weak and not plain for weak, fixed, plain in kinds]
         self.constants = [*compress(values, self.strong)]
         # An object that is compared by identity is read at one of its places.
         place = {id(value): index for index, value in enumerate(values)}
@@ -101,8 +103,9 @@ class _Snapshot:
         self.read = self._read(reader.model, values)[0]
         tensors = [*compress(values, self.plain)]
         self.layouts = _layouts(tensors)
-        self.memory = [weakref.ref(tensor) for tensor in reader.tensors]
-        self.pointers = [*map(torch.Tensor.data_ptr, reader.tensors)]
+        memory = [*map(torch.Tensor.untyped_storage, reader.tensors)]
+        self.memory = [*map(weakref.ref, memory)]
+        self.pointers = [*map(torch.UntypedStorage.data_ptr, memory)]
 
     def _lengths(self, dicts: list[dict[str, Any]]) -> list[object]:
         """How many attributes each module has, and the names of those of whole models."""
@@ -150,10 +153,10 @@ class _Snapshot:
             return None
 
     def memory_is_there(self) -> bool:
-        """Whether all tensors exist, at their places."""
-        tensors: list[Any] = [*map(call, self.memory)]
+        """Whether the memory of all tensors exists, at its place."""
+        memory: list[Any] = [*map(call, self.memory)]
         try:
-            return [*map(torch.Tensor.data_ptr, tensors)] == self.pointers
+            return [*map(torch.UntypedStorage.data_ptr, memory)] == self.pointers
         except TypeError:  # one is gone
             return False
 
@@ -163,7 +166,7 @@ def _groups(dicts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _has_weakref(value: object) -> bool:
-    if type(value) in SCALARS:
+    if type(value) in SCALARS or isinstance(value, torch.Tensor):
         return False
     try:
         return weakref.ref(value) is not None
@@ -173,6 +176,7 @@ def _has_weakref(value: object) -> bool:
 
 def _layouts(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:
     return (
+        [*map(type, tensors)],
         [*map(torch.Tensor.data_ptr, tensors)],
         [*map(_shape, tensors)],
         [*map(torch.Tensor.stride, tensors)],

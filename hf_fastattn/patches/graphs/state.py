@@ -159,6 +159,8 @@ class Reader:
             own = vars(module)
             if type(module) in _PROXIES:
                 raise Uncapturable(f"{path} is a weak proxy, and what it refers to cannot be compared")
+            if isinstance(module, torch.jit.ScriptModule):
+                raise Uncapturable(f"{path} is a torch.jit.ScriptModule, whose attributes cannot be compared")
             values += _Path(path), weakref.ref(module), type(module)
             if self.follows:
                 self.value(type(module))
