@@ -36,10 +36,12 @@ from triton.runtime.driver import driver
 import hf_fastattn
 import hf_fastattn_cli as cli
 from hf_fastattn import hf
+from hf_fastattn.kernels import decode
 from hf_fastattn.kernels.ahead import archive, describe, locks, server
 from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.kernels.host import gpu, launch
 from hf_fastattn.patches import ahead, warm
+from hf_fastattn.patches.fused import subclass
 
 TARGETS = {"H100": (90, 132), "H100 PCIe": (90, 114), "A100": (80, 108)}
 H100 = TARGETS["H100"]
@@ -566,6 +568,19 @@ def test_the_command_compiles_and_exports_from_a_configuration_alone(more, cache
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
     assert cli.main(["warm", "--import", file]) == 0
     assert f"kernels of {file} are in Triton's cache" in capsys.readouterr().out
+
+
+def test_patch_imports_no_kernels(monkeypatch):
+    """The thread that it starts does: their files take longer than all of patch()."""
+    for name in ("linear", "linear_rows", "rms_norm", "rope"):
+        monkeypatch.setitem(sys.modules, f"{decode.__name__}.{name}", None)
+        monkeypatch.delattr(decode, name, raising=False)
+    monkeypatch.setattr(subclass, "_fused_subclass", subclass._fused_subclass.__wrapped__)  # classes of another test
+    monkeypatch.setattr(gpu, "on_gpu", lambda device: True)
+    with hf_fastattn.patch(tiny("llama").bfloat16()) as patched:
+        fused = {change.what: change.count for change in patched.changes}
+    assert fused["RMSNorm and LayerNorm"] == 5
+    assert fused["linear layers, in decode graphs"] and fused["rotation of queries and keys"]
 
 
 @pytest.mark.slow
