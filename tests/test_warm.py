@@ -356,6 +356,37 @@ def test_a_file_that_is_no_archive_is_refused(content, exported, monkeypatch):
     assert not cache.exists()
 
 
+def test_what_launches_kernels_is_compiled_once_for_each_signature_and_in_this_process(exported, monkeypatch):
+    kernels, file, _ = exported
+    compiled = []
+    monkeypatch.setattr(locks, "has_launchers", lambda: True)
+    monkeypatch.setattr(server, "Server", None)
+    monkeypatch.setattr(describe.Kernel, "compile", lambda kernel: compiled.append(kernel))
+    assert cli.main(["warm", "--import", str(file)]) == 0
+    assert len({str(kernel.signature) for kernel in kernels}) == 1
+    assert compiled[1:] == kernels and compiled[0] in kernels
+
+
+@pytest.mark.slow
+def test_the_import_of_an_archive_needs_no_transformers(cache, tmp_path):
+    kernel = norm()
+    pretend(kernel, cache)
+    archive.export([kernel], tmp_path / "kernels.zip", {})
+    code = """
+import sys
+sys.modules["transformers"] = None
+import hf_fastattn_cli
+assert hf_fastattn_cli.main(["warm", "--import", sys.argv[1]]) == 0
+del sys.modules["transformers"]
+assert not [name for name in sys.modules if name.startswith(("hf_fastattn.", "transformers"))]
+import hf_fastattn
+assert hf_fastattn.patch
+"""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "other")}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "kernels.zip"], check=True, env=environment, timeout=120)
+    assert (tmp_path / "other" / kernel.key / f"{kernel.name}.cubin").is_file()
+
+
 # ---- compilation by other processes ----
 
 

@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -123,6 +125,16 @@ def prepare() -> None:
     triton.runtime.cache.triton_key()  # reads all of Triton's files
     with contextlib.suppress(Exception):  # without libcuda
         driver.CudaUtils()
+
+
+def compile_launchers(kernels: Sequence[Kernel]) -> None:
+    """Compile what launches these kernels, which are compiled (`Kernel.compile`): in threads, as C compilers are processes."""
+    prepare()
+    apart = {str(kernel.signature): kernel for kernel in kernels}  # kernels with one signature share the function in C
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(Kernel.compile, apart.values()))
+    for kernel in kernels:
+        kernel.compile()
 
 
 @contextmanager
