@@ -422,7 +422,10 @@ def test_a_list_is_compiled_once_and_then_known(cache, tmp_path, monkeypatch):
     for kernel in kernels:
         pretend(kernel, cache)
     monkeypatch.setattr(warm, "listed", None)
+    hashed: list[tuple[str, str]] = []
+    monkeypatch.setattr(describe, "hash_code", hashed.extend)
     assert run(recipe).server is None  # every kernel is there
+    assert hashed == [*dict.fromkeys((kernel.module, kernel.name) for kernel in kernels)]  # those of a first call first
     (cache / kernels[0].key / f"__grp__{kernels[0].name}.json").unlink()
     assert run(recipe).server is not None
 
@@ -438,6 +441,29 @@ def test_a_list_is_compiled_once_and_then_known(cache, tmp_path, monkeypatch):
 def test_a_failure_of_the_other_process_is_a_reason_and_no_error(code, reason, cache, tmp_path, monkeypatch):
     fake_child(monkeypatch, tmp_path, code)
     assert run(small_recipe()).reason == reason
+
+
+def test_what_a_first_launch_needs_is_computed_before_it_and_once(monkeypatch):
+    kernel, calls, release = norm(), [], threading.Event()
+    rms_norm.rms_norm_kernel.hash = None
+    describe.hash_code([(kernel.module, kernel.name)])
+    assert rms_norm.rms_norm_kernel.hash is not None
+
+    def key():
+        calls.append(None)
+        if len(calls) == 1:
+            release.wait(30)
+
+    monkeypatch.setattr("triton.runtime.cache.triton_key", key)
+    monkeypatch.setattr(launch, "driver", None)
+    threads = [threading.Thread(target=launch.import_triton) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(0.1)  # it would end, if it did not wait for the other one
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1 and launch.driver is not None
 
 
 def test_a_server_ends_with_its_patch(cache, tmp_path, monkeypatch):
