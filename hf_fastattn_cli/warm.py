@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
@@ -37,23 +41,19 @@ def warm_(
     import_: Annotated[Path | None, Option("--import", metavar="FILE", help="read such a file into Triton's cache")] = None,
     traceback: Traceback = False,
 ) -> None:
-    import torch
-
-    from hf_fastattn import hf, registry
-    from hf_fastattn.kernels.ahead import archive, locks
-    from hf_fastattn.patches import ahead, preflight, warm
-
     if import_ is not None:
-        if not import_.is_file():
-            raise ValueError(f"--import: there is no file {import_}.")
-        kernels = archive.import_(import_)
-        print(f"{len(kernels)} kernels of {import_} are in Triton's cache.")
-        if locks.has_launchers():
-            ahead.compile_all(kernels)  # what launches them
+        with nullcontext() if model else _kernels_alone():
+            _import(import_)
     if model is None:
         if import_ is None or export is not None:
             raise ValueError("Name a MODEL whose kernels are to be compiled, or a file of kernels with --import.")
         return
+    import torch
+
+    from hf_fastattn import hf, registry
+    from hf_fastattn.kernels.ahead import archive
+    from hf_fastattn.patches import ahead, preflight, warm
+
     counts = None if rows is None else _counts(rows)
     for option, value in (("--tokens", tokens), ("--sms", sms)):
         if value is not None and value < 1:
@@ -70,6 +70,32 @@ def warm_(
             about["known"] = ahead.Known(recipe).name
         number = archive.export(warm.listed(recipe, counts, tokens), export, about)
         print(f"{number} kernels are in {export}, {export.stat().st_size / 2**20:.1f} MiB.")
+
+
+def _import(file: Path) -> None:
+    from hf_fastattn.kernels.ahead import archive, describe, locks
+
+    if not file.is_file():
+        raise ValueError(f"--import: there is no file {file}.")
+    kernels = archive.import_(file)
+    if locks.has_launchers():
+        describe.compile_launchers(kernels)
+    print(f"{len(kernels)} kernels of {file} are in Triton's cache.")
+
+
+@contextmanager
+def _kernels_alone() -> Iterator[None]:
+    """A context in which hf_fastattn.kernels is imported without the package, which imports Transformers: that takes longer."""
+    if "hf_fastattn" in sys.modules:
+        yield
+        return
+    package = sys.modules["hf_fastattn"] = ModuleType("hf_fastattn")
+    package.__path__ = [str(Path(__file__).parents[1] / "hf_fastattn")]
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hf_fastattn"]:
+            del sys.modules[name]
 
 
 def _counts(rows: str) -> tuple[int, ...]:

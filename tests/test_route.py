@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_fastattn
 from hf_fastattn import hf
+from hf_fastattn.hf import experts as hf_experts
 from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.patches.fused import experts, subclass
 
@@ -62,6 +64,15 @@ def launched(monkeypatch):
 def test_routers_are_known_by_their_code(name):
     router = own_router(name)
     assert hf.routing(type(router).forward, router) == ROUTERS[name][1]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3"])
+def test_a_known_router_is_found_without_the_files_of_the_others(name, monkeypatch):
+    forward = type(own_router(name)).forward
+    others = {f"transformers.models.{family}.modeling_{family}" for family, _ in hf_experts._ROUTERS} - {forward.__module__}
+    for other in others:
+        monkeypatch.delitem(sys.modules, other, raising=False)
+    assert hf_experts._routing.__wrapped__(forward) is not None and others.isdisjoint(sys.modules)
 
 
 @runs_kernels

@@ -36,10 +36,12 @@ from triton.runtime.driver import driver
 import hf_fastattn
 import hf_fastattn_cli as cli
 from hf_fastattn import hf
+from hf_fastattn.kernels import decode
 from hf_fastattn.kernels.ahead import archive, describe, locks, server
 from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.kernels.host import gpu, launch
 from hf_fastattn.patches import ahead, warm
+from hf_fastattn.patches.fused import subclass
 
 TARGETS = {"H100": (90, 132), "H100 PCIe": (90, 114), "A100": (80, 108)}
 H100 = TARGETS["H100"]
@@ -356,6 +358,37 @@ def test_a_file_that_is_no_archive_is_refused(content, exported, monkeypatch):
     assert not cache.exists()
 
 
+def test_what_launches_kernels_is_compiled_once_for_each_signature_and_in_this_process(exported, monkeypatch):
+    kernels, file, _ = exported
+    compiled = []
+    monkeypatch.setattr(locks, "has_launchers", lambda: True)
+    monkeypatch.setattr(server, "Server", None)
+    monkeypatch.setattr(describe.Kernel, "compile", lambda kernel: compiled.append(kernel))
+    assert cli.main(["warm", "--import", str(file)]) == 0
+    assert len({str(kernel.signature) for kernel in kernels}) == 1
+    assert compiled[1:] == kernels and compiled[0] in kernels
+
+
+@pytest.mark.slow
+def test_the_import_of_an_archive_needs_no_transformers(cache, tmp_path):
+    kernel = norm()
+    pretend(kernel, cache)
+    archive.export([kernel], tmp_path / "kernels.zip", {})
+    code = """
+import sys
+sys.modules["transformers"] = None
+import hf_fastattn_cli
+assert hf_fastattn_cli.main(["warm", "--import", sys.argv[1]]) == 0
+del sys.modules["transformers"]
+assert not [name for name in sys.modules if name.startswith(("hf_fastattn.", "transformers"))]
+import hf_fastattn
+assert hf_fastattn.patch
+"""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "other")}
+    subprocess.run([sys.executable, "-c", code, tmp_path / "kernels.zip"], check=True, env=environment, timeout=120)
+    assert (tmp_path / "other" / kernel.key / f"{kernel.name}.cubin").is_file()
+
+
 # ---- compilation by other processes ----
 
 
@@ -391,7 +424,10 @@ def test_a_list_is_compiled_once_and_then_known(cache, tmp_path, monkeypatch):
     for kernel in kernels:
         pretend(kernel, cache)
     monkeypatch.setattr(warm, "listed", None)
+    hashed: list[tuple[str, str]] = []
+    monkeypatch.setattr(describe, "hash_code", hashed.extend)
     assert run(recipe).server is None  # every kernel is there
+    assert hashed == [*dict.fromkeys((kernel.module, kernel.name) for kernel in kernels)]  # those of a first call first
     (cache / kernels[0].key / f"__grp__{kernels[0].name}.json").unlink()
     assert run(recipe).server is not None
 
@@ -407,6 +443,29 @@ def test_a_list_is_compiled_once_and_then_known(cache, tmp_path, monkeypatch):
 def test_a_failure_of_the_other_process_is_a_reason_and_no_error(code, reason, cache, tmp_path, monkeypatch):
     fake_child(monkeypatch, tmp_path, code)
     assert run(small_recipe()).reason == reason
+
+
+def test_what_a_first_launch_needs_is_computed_before_it_and_once(monkeypatch):
+    kernel, calls, release = norm(), [], threading.Event()
+    rms_norm.rms_norm_kernel.hash = None
+    describe.hash_code([(kernel.module, kernel.name)])
+    assert rms_norm.rms_norm_kernel.hash is not None
+
+    def key():
+        calls.append(None)
+        if len(calls) == 1:
+            release.wait(30)
+
+    monkeypatch.setattr("triton.runtime.cache.triton_key", key)
+    monkeypatch.setattr(launch, "driver", None)
+    threads = [threading.Thread(target=launch.import_triton) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(0.1)  # it would end, if it did not wait for the other one
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1 and launch.driver is not None
 
 
 def test_a_server_ends_with_its_patch(cache, tmp_path, monkeypatch):
@@ -568,6 +627,19 @@ def test_the_command_compiles_and_exports_from_a_configuration_alone(more, cache
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
     assert cli.main(["warm", "--import", file]) == 0
     assert f"kernels of {file} are in Triton's cache" in capsys.readouterr().out
+
+
+def test_patch_imports_no_kernels(monkeypatch):
+    """The thread that it starts does: their files take longer than all of patch()."""
+    for name in ("linear", "linear_rows", "rms_norm", "rope"):
+        monkeypatch.setitem(sys.modules, f"{decode.__name__}.{name}", None)
+        monkeypatch.delattr(decode, name, raising=False)
+    monkeypatch.setattr(subclass, "_fused_subclass", subclass._fused_subclass.__wrapped__)  # classes of another test
+    monkeypatch.setattr(gpu, "on_gpu", lambda device: True)
+    with hf_fastattn.patch(tiny("llama").bfloat16()) as patched:
+        fused = {change.what: change.count for change in patched.changes}
+    assert fused["RMSNorm and LayerNorm"] == 5
+    assert fused["linear layers, in decode graphs"] and fused["rotation of queries and keys"]
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import copy
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, __version__, cache_utils
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .messages import warn_once
-from .source import modeling_source
+from .source import modeling_code, modeling_source
 from .version import number_of
 
 OTHERS = "use a DynamicCache"
@@ -187,7 +187,7 @@ _UPDATES = re.compile(r"\.update_(conv|recurrent)_state\(")
 _SIZES = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
 _FUNCTIONS = {SLIDING: "create_sliding_window_causal_mask", CHUNKED: "create_chunked_causal_mask"}
 _BY_CONFIG = "create_masks_for_generate"
-_ONE_FOR_ALL = re.compile(rf"create_causal_mask if [\w.]+\.sliding_window is None else {_FUNCTIONS[SLIDING]}")
+_ONE_FOR_ALL = re.compile(rf"\bcreate_causal_mask\s+if\s+[\w.]+\.sliding_window\s+is\s+None\s+else\s+{_FUNCTIONS[SLIDING]}\b")
 _LOCAL = re.compile(r"\w*(sliding|chunk|local)\w*(mask|overlay)\w*")
 
 
@@ -222,22 +222,20 @@ def _local_masks(text: PreTrainedConfig) -> tuple[bool, frozenset[str]] | None:
 
 @cache
 def _found_in(config_class: type) -> frozenset[str]:
-    """The names in the source of the models of a config class that tell how they choose masks, and the patterns that it has."""
-    own = takewhile(lambda each: each is not PreTrainedConfig, config_class.__mro__)
-    # The file that creates the causal masks: its own, or that of a class from which it inherits.
-    source = next((source for source in map(modeling_source, own) if "create_causal_mask" in source), "")
-    if not source:
+    """The names in functions of the models of a config class that tell how they choose masks, and the patterns that it has."""
+    for cls in takewhile(lambda each: each is not PreTrainedConfig, config_class.__mro__):
+        if "create_causal_mask" in (source := modeling_source(cls)):
+            break  # the file that creates the causal masks: its own, or that of a class from which it inherits
+    else:
         return frozenset({_LOCAL.pattern})
-    tree = ast.parse(source)
-    for each in tree.body:
-        if isinstance(each, ast.ClassDef):  # a method of this name is for compiled calls of generate() alone
-            each.body = [part for part in each.body if getattr(part, "name", None) != _BY_CONFIG]
-    nodes = list(ast.walk(tree))
-    names = {getattr(each, "id", None) or getattr(each, "attr", None) or "" for each in nodes}
-    choices = (ast.unparse(each) for each in nodes if isinstance(each, ast.IfExp))
+    names: set[str] = set()
+    for code in modeling_code(cls):
+        # A method of this name is for compiled calls of generate() alone. The body of a class only defines names.
+        if _BY_CONFIG not in code.co_qualname.split(".") and code.co_flags & inspect.CO_OPTIMIZED:
+            names.update(code.co_names, code.co_varnames, code.co_cellvars)
     found = names & {"layer_types", _BY_CONFIG, *_FUNCTIONS.values()}
-    found |= {_ONE_FOR_ALL.pattern for choice in choices if _ONE_FOR_ALL.fullmatch(choice)}
-    return frozenset(found | {_LOCAL.pattern for name in names if _LOCAL.fullmatch(name)})
+    found |= {_LOCAL.pattern for name in names if _LOCAL.fullmatch(name)}
+    return frozenset(found | {_ONE_FOR_ALL.pattern} if _ONE_FOR_ALL.search(source) else found)
 
 
 @cache

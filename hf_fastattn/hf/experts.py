@@ -6,7 +6,9 @@ calls the entry of the registry under the name in its configuration, or, under "
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -142,21 +144,22 @@ def routing(forward: object, module: Any) -> Routing | None:
     return kind._replace(normalise=bool(getattr(module, "norm_topk_prob", False)))
 
 
+_ROUTERS = {
+    ("gpt_oss", "GptOssTopKRouter"): Routing("choice"),
+    ("mixtral", "MixtralTopKRouter"): Routing("softmax", normalise=True, dtype=torch.float32),
+    ("qwen3_moe", "Qwen3MoeTopKRouter"): Routing("softmax"),
+    ("deepseek_v3", "DeepseekV3TopkRouter"): Routing("sigmoid"),
+    ("qwen3_5_moe", "Qwen3_5MoeTopKRouter"): Routing("softmax", normalise=True),
+}
+
+
 @cache
 def _routing(forward: object) -> Routing | None:
     if not reads(forward, "top_k"):
         return None
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTopKRouter
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
-
-    known = {
-        DeepseekV3TopkRouter: Routing("sigmoid"),
-        GptOssTopKRouter: Routing("choice"),
-        MixtralTopKRouter: Routing("softmax", normalise=True, dtype=torch.float32),
-        Qwen3_5MoeTopKRouter: Routing("softmax", normalise=True),
-        Qwen3MoeTopKRouter: Routing("softmax"),
-    }
-    return next((kind for cls, kind in known.items() if _is_same_code(forward, cls.forward)), None)
+    files = [f"transformers.models.{family}.modeling_{family}" for family, _ in _ROUTERS]
+    known = zip(files, _ROUTERS.items(), strict=True)
+    for file, ((_, name), kind) in sorted(known, key=lambda each: each[0] not in sys.modules):  # an import takes up to 0.4 s
+        if _is_same_code(forward, getattr(importlib.import_module(file), name).forward):
+            return kind
+    return None

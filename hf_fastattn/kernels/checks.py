@@ -12,6 +12,7 @@ from .spans import NO_WINDOW, WORDS, has_rows, num_words
 from .spec import KV, PLAIN, Spec, is_plain
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LINEAR_DTYPES = DTYPES[:2]  # of `decode.linear`
 MAX_HEAD_DIM, MAX_VALUE_DIM = 576, 512  # the widths of latent attention
 MAX_TRAINED_DIM = 256  # of K and of V, with gradients
 MAX_TOKEN_STRIDE = 1 << 24  # elements; a tile has at most 128 tokens, and offsets in it have 32 bits

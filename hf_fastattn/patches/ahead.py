@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import importlib
 import importlib.metadata
 import json
 import sys
@@ -40,9 +39,11 @@ class Ahead:
             known = Known(self.recipe)
             if not known.are_there():
                 self.server = server.Server()
-            describe.prepare()  # what a launch would do otherwise
-            for name in known.modules:
-                importlib.import_module(name)
+            # What a launch would do otherwise. One of these threads reads files, and the other runs Python.
+            reads = threading.Thread(target=describe.prepare, daemon=True)
+            reads.start()
+            describe.hash_code(known.functions)
+            reads.join()
             if self.server is None or self.closed:
                 return
             kernels = warm.listed(self.recipe, stop=self._stop)
@@ -123,13 +124,13 @@ class Known:
         facts = [recipe.cls.__qualname__, own, *map(str, recipe[2:]), triton, archive.sources()]
         text = json.dumps(facts, sort_keys=True, default=str)
         self.name = f"hf_fastattn-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-        self.modules: list[str] = []
+        self.functions: list[tuple[str, str]] = []
 
     def are_there(self) -> bool:
-        """Whether it exists and all of these kernels are compiled. Then it has their modules."""
+        """Whether it exists and all of these kernels are compiled. Then it has their modules and names."""
         with contextlib.suppress(OSError, ValueError, KeyError):
             held = json.loads((locks.folder() / self.name).read_text())
-            self.modules = [name for name in held["modules"] if name.startswith("hf_fastattn.kernels.")]
+            self.functions = [(module, name) for module, name in held["functions"]]
             return all(map(locks.is_there, held["keys"]))
         return False
 

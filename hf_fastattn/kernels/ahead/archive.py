@@ -49,7 +49,8 @@ def note(name: str, kernels: Sequence[Kernel]) -> None:
     """Write the file of this name in Triton's cache, which says that these kernels are those of one model."""
     with contextlib.suppress(OSError):
         locks.folder().mkdir(parents=True, exist_ok=True)
-        held = {"keys": [kernel.key for kernel in kernels], "modules": sorted({kernel.module for kernel in kernels})}
+        functions = [*dict.fromkeys((kernel.module, kernel.name) for kernel in kernels)]
+        held = {"keys": [kernel.key for kernel in kernels], "functions": functions}
         part = locks.folder() / f"{name}.part{os.getpid()}"
         part.write_text(json.dumps(held))
         os.replace(part, locks.folder() / name)

@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
@@ -116,13 +118,27 @@ def describe(
 
 def prepare() -> None:
     """Import and compute what all compilations need, and compile what Triton's driver needs."""
-    import triton.compiler
-    import triton.runtime.cache
     from triton.backends.nvidia import driver
 
-    triton.runtime.cache.triton_key()  # reads all of Triton's files
+    launch.import_triton()
     with contextlib.suppress(Exception):  # without libcuda
         driver.CudaUtils()
+
+
+def hash_code(kernels: Iterable[tuple[str, str]]) -> None:
+    """Import kernels, by their modules and names, and compute the hashes of their code, which the first launch of each needs."""
+    for module, name in kernels:
+        _named(module, name).cache_key  # noqa: B018 (it is kept)
+
+
+def compile_launchers(kernels: Sequence[Kernel]) -> None:
+    """Compile what launches these kernels, which are compiled (`Kernel.compile`): in threads, as C compilers are processes."""
+    prepare()
+    apart = {str(kernel.signature): kernel for kernel in kernels}  # kernels with one signature share the function in C
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(Kernel.compile, apart.values()))
+    for kernel in kernels:
+        kernel.compile()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..host import gpu, launch
 from . import locks
-from .describe import Kernel, describe
+from .describe import Kernel, describe, hash_code
 
 CHILD = Path(__file__).with_name("child.py")
 MAX_WORKERS = 32
@@ -82,6 +82,7 @@ class Server:
         try:
             self.process.stdin.write(json.dumps([kernel.as_json() for kernel in kernels]).encode() + b"\n")
             self.process.stdin.flush()
+            hash_code(dict.fromkeys((kernel.module, kernel.name) for kernel in kernels))
             for line in self.process.stdout:
                 number, error = json.loads(line)
                 self.done += error is None

@@ -27,7 +27,6 @@ from . import linear_rows
 from .linear_rows import activated, distance, followed, of_tile, three
 
 Tensors = tuple[torch.Tensor, ...]
-DTYPES = (torch.float16, torch.bfloat16)
 MAX_BLOCK = 2048  # elements of a row of the weight that a program loads at once
 
 
@@ -155,7 +154,7 @@ def why_not(
         return f"residual is {tuple(residual.shape)}; it must have the shape of the result, of one weight."
     others = *weights, *biases, *(() if residual is None else (residual,))
     for tensor in (x, *others):
-        if tensor.dtype != x.dtype or tensor.dtype not in DTYPES:
+        if tensor.dtype != x.dtype or tensor.dtype not in checks.LINEAR_DTYPES:
             return f"All tensors must share one dtype out of float16 and bfloat16; got {x.dtype} and {tensor.dtype}."
     return checks.why_not_inference(x, *others)
 

@@ -60,7 +60,7 @@ class Launch:
         kernel reads by TMA, the functions that make their descriptors (`descriptors.describe`); not of a launch in a chain.
         """
         if driver is None:
-            _import_triton()
+            import_triton()
         self.kernel, self.grid, self.then = kernel, (*grid, 1, 1)[:3], then
         if max(self.grid[1:]) > MAX_GRID:
             raise ValueError(
@@ -125,10 +125,20 @@ def start(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> An
         return kernel[grid](*args, **named)
 
 
-def _import_triton() -> None:
+_importing = threading.Lock()
+
+
+def import_triton() -> None:
+    """Import what launches need, and compute the hash of Triton's files. A second thread waits for it and does not repeat it."""
     global driver, knobs
-    from triton import knobs
-    from triton.runtime import driver
+    with _importing:
+        if driver is None:
+            from triton import knobs
+            from triton.runtime.cache import triton_key
+
+            if not gpu.INTERPRETED:
+                triton_key()
+            from triton.runtime import driver
 
 
 def remember(make: Callable[[Tensors, *Options], Made]) -> Callable[[Tensors, *Options], Made]:

@@ -25,6 +25,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ... import hf
 from ...attention import step as steps
+from ...kernels import checks
 from . import delayed as merged
 from . import subclass
 from .subclass import Forward
@@ -75,10 +76,8 @@ _apart: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # attention layers
 def is_plain(module: torch.nn.Module) -> bool:
     """Whether the kernel supports this linear layer: its weight is a stored parameter, not computed for each call, or the part of
     one that this rank holds."""
-    from ...kernels.decode import linear as kernel
-
     weight = module._parameters.get("weight")
-    if not hf.is_torchs(type(module).forward, torch.nn.Linear) or weight is None or weight.dtype not in kernel.DTYPES:
+    if not hf.is_torchs(type(module).forward, torch.nn.Linear) or weight is None or weight.dtype not in checks.LINEAR_DTYPES:
         return False
     return type(weight) is torch.nn.Parameter or hf.inner_forward(module) is not None
 

@@ -86,8 +86,6 @@ class _FusedNorm:
     formula: hf.Norm
 
     def __call__(self, forward: types.FunctionType) -> Forward:
-        from ...kernels.decode import rms_norm
-
         formula, options = self.formula, self.formula.options
 
         @functools.wraps(forward)
@@ -95,6 +93,8 @@ class _FusedNorm:
             inputs = formula.inputs(self) if subclass.has_kernels(x) and not subclass.is_autocast(x) else None
             out = None
             if inputs is not None and all(t is None or subclass.has_kernels(t) for t in inputs[:2]):
+                from ...kernels.decode import rms_norm
+
                 delayed = merged.current()
                 out = (rms_norm.run if delayed is None else delayed.norm)(x, *inputs, *options)
             return forward(self, x) if out is None else out
@@ -135,8 +135,6 @@ def _with_fused_rope(forward: types.FunctionType) -> Forward:
 
 
 def _fused_rotation(functions: hf.Functions) -> Callable[..., Any]:
-    from ...kernels.decode import rope
-
     theirs = functions[0]
 
     @functools.wraps(theirs)
@@ -146,6 +144,8 @@ def _fused_rotation(functions: hf.Functions) -> Callable[..., Any]:
             formula = hf.rotation_of(functions, q.shape[-1], cos.shape[-1], q.dtype, cos.dtype)
             delayed = merged.current()
             if formula is not None:
+                from ...kernels.decode import rope
+
                 out = rope.run(q, k, cos, sin, *formula) if delayed is None else delayed.rotate(q, k, cos, sin, formula)
         return theirs(q, k, cos, sin, *args, **kwargs) if out is None else out
 

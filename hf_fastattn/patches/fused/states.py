@@ -54,14 +54,14 @@ class _FusedNorm:
     formula: hf.GatedNorm
 
     def __call__(self, forward: types.FunctionType) -> Forward:
-        from ...kernels.decode import gated_norm
-
         formula = self.formula
 
         @functools.wraps(forward)
         def norm(self: Any, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> Any:
             out = None
             if gate is not None and _may_run(hidden_states, gate) and (inputs := formula.inputs(self)) is not None:
+                from ...kernels.decode import gated_norm
+
                 out = gated_norm.run(hidden_states, gate, *inputs) if subclass.has_kernels(inputs[0]) else None
             return forward(self, hidden_states, gate) if out is None else out
 
