@@ -4,8 +4,8 @@
     python -m benchmarks.first_tokens --shape 8b --only chats,job
 
 Each case runs stock generate() with sdpa and then patch(), in one process and over one set of weights. Under patch() all kernels
-are compiled first, and a first life, which is not timed, loads them; in the second one nothing is captured yet. "before" and "after" count
-the captures of each turn: before its first token, which waits for them, and later. Stock generate() reads the same ids, and
+are compiled first, and a first life, which is not timed, loads them; in the second one nothing is captured yet. "before" and
+"after" count the captures of each turn: before its first token, which waits for them, and later. Stock generate() reads the same ids, and
 generates few tokens.
 """
 

@@ -154,8 +154,8 @@ def linear(result: dict) -> str:
     head = ["tokens before", *(f"`{name}`" for name in names)]
     sizes = ", ".join(f"{size / 1e6:.1f} MB for `{name}`" for name, size in rows[-1]["bytes"].items())
     return (
-        f"**A step of one layer of linear attention, microseconds**, one row, heads {result['heads'].replace(',', '/')}, beside exact attention "
-        f"{by_method(result)}; it reads {sizes} at {thousands(rows[-1]['length'])}:\n\n{table(head, lines)}"
+        f"**A step of one layer of linear attention, microseconds**, one row, heads {result['heads'].replace(',', '/')}, beside "
+        f"exact attention {by_method(result)}; it reads {sizes} at {thousands(rows[-1]['length'])}:\n\n{table(head, lines)}"
     )
 
 
