@@ -5,8 +5,8 @@
 
 Each case runs stock generate() with sdpa and then patch(), in one process and over one set of weights. Under patch() all kernels
 are compiled first, and a first life, which is not timed, loads them; in the second one nothing is captured yet. "before" and
-"after" count the captures of each turn: before its first token, which waits for them, and later. Stock generate() reads the same ids, and
-generates few tokens.
+"after" count the captures of each turn: before its first token, which waits for them, and later. Stock generate() reads the same
+ids, and generates few tokens.
 """
 
 from __future__ import annotations
