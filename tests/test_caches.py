@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import warnings
+from unittest.mock import Mock
 
 import fake_graph
 import models
@@ -18,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_fastattn import hf, patch
-from hf_fastattn.caches import PreallocatedCache, RollingCache, layers
+from hf_fastattn.caches import PagedCache, PreallocatedCache, RollingCache, layers
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.spec import KV
 
@@ -443,6 +444,32 @@ def test_an_interrupted_forward_over_layers_of_several_kinds():
             model(ids[:, :1], past_key_values=cache)
         cache.reset()
         assert model(ids, past_key_values=cache).logits.isfinite().all()
+
+
+CHANGES = {"reorder_cache": torch.tensor([2, 0, 1]), "batch_select_indices": torch.tensor([1, 1]), "crop": -3}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("cls", [PreallocatedCache, PagedCache])
+def test_an_interrupted_change_of_all_layers(cls, change, monkeypatch):
+    model, ids = family("qwen2", "cpu"), prompts("no_padding", "cpu")["input_ids"]
+    with patch(model):
+        cache = cls(model)
+        expected = model(ids, past_key_values=cache).logits
+        for name in ("movable", "select", "why_not_crop"):
+            monkeypatch.setattr(cache.layers[1], name, Mock(side_effect=KeyboardInterrupt), raising=False)
+        if cls is PagedCache:
+            monkeypatch.setattr(type(cache.storage), "write", Mock(side_effect=KeyboardInterrupt))
+            monkeypatch.setattr(type(cache.storage), "make_ready", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            getattr(cache, change)(CHANGES[change])
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="change of its rows was interrupted"):
+            model(ids[:, :1], past_key_values=cache)
+        cache.reset()
+        assert torch.equal(model(ids, past_key_values=cache).logits, expected)
+        assert cls is PreallocatedCache or cache.pages_in_use == cache.storage.pages.in_use == 12
 
 
 def test_layers_that_a_model_adds_to_its_cache():

@@ -323,6 +323,19 @@ def test_other_attention_gets_plain_k_and_v(llama):
     assert {warning.filename for warning in said if "in 8 bits" in str(warning.message)} == {models.__file__}  # has generate()
 
 
+def test_autocast(monkeypatch, llama):
+    """Queries and keys are rotated in float32, and values are in bfloat16."""
+    fake_graph.use(monkeypatch)
+    options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
+    inputs, found = prompts("left_padding", "cpu", length=40), []
+    for kv_dtype in (None, "int8"):
+        with hf_fastattn.patch(llama, kv_dtype=kv_dtype), torch.autocast("cpu", torch.bfloat16):
+            found.append(generate(llama, inputs, **options))
+    (first, second, *_), logits = (each.logits for each in found)
+    assert torch.equal(logits[0], first) and found[1].past_key_values.layers[0].centre.dtype == torch.bfloat16
+    assert (logits[1] - second).abs().max() < 0.1 * second.abs().max()
+
+
 def test_a_cache_of_the_caller_keeps_its_dtype(monkeypatch, llama):
     fake_graph.use(monkeypatch)
     inputs = prompts("no_padding", "cpu", length=40)

@@ -22,8 +22,8 @@ CHANGE_ROWS = (
 )
 
 CUT_SHORT = (
-    "A forward over this cache was interrupted, or ran other layers than the first forward, so some of its layers now lack "
-    "tokens. Call reset() on the cache and read the text again."
+    "A forward over this cache or a change of its rows was interrupted, or a forward ran other layers than the first, so some of "
+    "its layers now lack tokens. Call reset() on the cache and read the text again."
 )
 
 FEW = 64  # tokens of each row: a step of so many is captured for any number of rows, and merges results if ranks share K and V

@@ -17,8 +17,9 @@ from ..hf import Kind
 from ..kernels import eight_bits
 from ..kernels.spec import KV
 from . import states
-from .buffers import UNKNOWN, Pair, Part, refuse_gradient, selected
+from .buffers import UNKNOWN, Pair, Part, selected
 from .layers import Layer, Track
+from .paged import cast
 from .storage import PreallocatedStorage
 
 
@@ -111,12 +112,12 @@ class ByteLayer(Layer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object) -> Pair:
         track, q_len = self.track, key_states.shape[2]
+        key_states, value_states = cast(key_states, value_states)  # a layer has one dtype
         step = track.step
         if step is not None and step.mode != EAGER:
             kv = self.stored(track.capacity)
             self.append(step, kv, key_states, value_states)
             return self._given(kv, step)
-        refuse_gradient(key_states, value_states)
         self.prepare(q_len, key_states, value_states)
         first, whole = self.seen == 0, self.stored(track.capacity)
         if first:

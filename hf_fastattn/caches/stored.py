@@ -134,6 +134,17 @@ class StoredCache(hf.Cache):
 class ChangeableCache(StoredCache):
     """A cache whose storage can be emptied, cropped and given other rows."""
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A change of all layers. If it is interrupted, some have changed, and the next forward refuses them."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.storage.cut_short = True
+            raise
+
     def reset(self) -> None:
         """Discard all tokens; the buffers stay in place."""
         self.settle()
@@ -149,12 +160,14 @@ class ChangeableCache(StoredCache):
             words = "has read" if self.streams else "holds"
             raise ValueError(f"This cache {words} {seen} tokens; {-tokens_to_remove} cannot be removed.")
         if tokens_to_remove:
-            self.storage.crop(-tokens_to_remove)
+            with self._changing():
+                self.storage.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replace every row r by row beam_idx[r], in place: decode graphs stay valid."""
         self.settle()
-        self.storage.reorder(beam_idx)
+        with self._changing():
+            self.storage.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace every row by `repeats` copies of it."""
@@ -169,4 +182,5 @@ class ChangeableCache(StoredCache):
                     f"A mask of rows has one entry for each; this cache holds {rows} rows, and got {tuple(indices.shape)}."
                 )
             indices = indices.nonzero().flatten()
-        self.storage.select(indices)
+        with self._changing():
+            self.storage.select(indices)

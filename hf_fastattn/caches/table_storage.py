@@ -222,6 +222,9 @@ class TableStorage(PreallocatedStorage):
     # ---- what a cache does ----
 
     def reset(self) -> None:
+        if self.cut_short:  # rows may hold pages that are not theirs
+            self.pages, self.permuted = Pools(self.pages.size, self.windows, [pool.count for pool in self.pages.each]), False
+            self.held = [self.pages.none() for _ in self.held]
         super().reset()
         self._drop(0)
         self.kept = self.room = 0
