@@ -152,6 +152,24 @@ def test_a_cache_after_a_forward_that_was_interrupted(options, cache_type, error
                 torch.testing.assert_close(model(more, past_key_values=cache).logits, expected)
 
 
+def test_a_window_after_a_forward_that_was_interrupted():
+    """What it has dropped is gone, unless there was nothing before."""
+    model, prompt = tiny("mistral", sliding_window=16), IDS.repeat(1, 30)
+    with hf_fastattn.patch(model), torch.no_grad():
+        expected = model(prompt, past_key_values=PreallocatedCache(model), logits_to_keep=1).logits
+        for before in (0, 24):
+            cache = PreallocatedCache(model)
+            if before:
+                model(IDS, past_key_values=cache)
+            with inside(model, Mock(side_effect=KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
+                model(prompt, past_key_values=cache)
+            if before:
+                with pytest.raises(ValueError, match="was interrupted"):
+                    model(prompt, past_key_values=cache)
+                cache.reset()
+            assert torch.equal(model(prompt, past_key_values=cache, logits_to_keep=1).logits, expected)
+
+
 @both_caches
 def test_arguments_without_names(options, cache_type):
     """A cache counts the tokens and finds the padding in them, too."""

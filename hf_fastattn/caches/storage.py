@@ -202,6 +202,9 @@ class PreallocatedStorage(Storage):
     def interrupt(self, seen: list[int]) -> None:
         super().interrupt(seen)
         for layer, before in zip(self.counted, seen, strict=False):
-            if layer.seen > before:
-                self.cut_short |= layer.why_not_crop(layer.seen - before) is not None
-                layer.seen = layer.seen if self.cut_short else before
+            if self.cut_short or layer.seen <= before:
+                continue
+            if before and layer.why_not_crop(layer.seen - before):
+                self.cut_short = True
+            else:
+                layer.seen, layer.base = before, layer.base if before else 0
