@@ -22,7 +22,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.hf import experts
+from hf_fastattn.hf import experts, norms
 from hf_fastattn.hf.llama import is_embedding
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
 from hf_fastattn.patches.fused import linears, subclass
@@ -386,6 +386,24 @@ def test_a_function_replaced_in_a_models_file_is_used(monkeypatch):
             torch.testing.assert_close(model(ids).logits, right)
             monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: 2 * x)
             assert not torch.allclose(model(ids).logits, right)
+
+
+class OfAWidth(LlamaRMSNorm):
+    def __init__(self, width):
+        super().__init__(width, eps=1e-6)
+        self.width = width
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).sum(-1, keepdim=True) / self.width + self.variance_epsilon)
+        return self.weight * y.to(x.dtype)
+
+
+def test_a_wide_norm_is_known_by_short_rows_unless_its_code_may_read_its_width(monkeypatch):
+    sizes, recognise = [], norms._recognise
+    monkeypatch.setattr(norms, "_recognise", lambda *args: sizes.append(args[-1]) or recognise(*args))
+    made = LlamaRMSNorm(4096), LlamaRMSNorm(2880), LlamaRMSNorm(1001), OfAWidth(4096)
+    assert len({hf.norm_of(norm)[:5] for norm in made}) == 1 and sizes == [512, 360, 1001, 4096]
 
 
 def test_other_models_are_not_imported_to_compare_with_their_code(monkeypatch):

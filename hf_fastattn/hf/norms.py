@@ -113,7 +113,11 @@ def norm_of(module: torch.nn.Module) -> Norm | None:
     if is_torchs(forward, torch.nn.LayerNorm):
         return Norm("eps", has, True, True, "") if size else None  # type: ignore[arg-type]
     state = _state(module) if _takes_a_tensor(forward) else None
-    return None if state is None else _recognise(cls, forward, eps, state, has, size or 64)
+    if state is None:
+        return None
+    while size > 512 and size % 2 == 0 and all(callable(value) for _, value in state):  # no number may be the size
+        size //= 2  # means are rounded alike
+    return _recognise(cls, forward, eps, state, has, size or 64)
 
 
 def _takes_a_tensor(forward: Any) -> bool:

@@ -35,6 +35,7 @@ class Ahead:
         _begun.add(self)
 
     def _run(self) -> None:
+        time.sleep(0.01)  # patch() returns first: it would wait for the interpreter's lock
         try:
             known = Known(self.recipe)
             if not known.are_there():
