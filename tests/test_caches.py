@@ -434,16 +434,15 @@ def test_bad_input():
 def test_an_interrupted_forward_over_layers_of_several_kinds():
     """The mask of the second layer is made for the tokens that this layer has, and would fit."""
     model, ids = family("qwen2", "cpu"), prompts("no_padding", "cpu")["input_ids"]
+    expected = model(ids).logits
     with patch(model):
         cache = PreallocatedCache(model)
         hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             model(ids, past_key_values=cache)
         hook.remove()
-        with pytest.raises(ValueError, match="some of its layers now lack tokens"):
-            model(ids[:, :1], past_key_values=cache)
-        cache.reset()
-        assert model(ids, past_key_values=cache).logits.isfinite().all()
+        assert not cache.get_seq_length()
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, rtol=1e-3, atol=1e-3)
 
 
 CHANGES = {"reorder_cache": torch.tensor([2, 0, 1]), "batch_select_indices": torch.tensor([1, 1]), "crop": -3}

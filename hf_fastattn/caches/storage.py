@@ -194,8 +194,6 @@ class PreallocatedStorage(Storage):
     def rewind(self, mark: list[torch.Tensor] | None) -> None:
         """After a failed step the counts on the host are valid, and those on the device are unknown."""
         super().rewind(mark)
-        # A mask is made for all layers of a kind, and does not always differ for one that lacks tokens.
-        self.cut_short = self.cut_short or (mark is None and len({layer.seen for layer in self.counted}) > 1)
         for track in self.tracks:
             track.stale = True
 
