@@ -992,6 +992,7 @@ def test_all_ranks_look_up_a_table_in_the_same_way(monkeypatch, count, by_kernel
 
 def fuse_linears(rank: int, name: str) -> dict:
     """Generate with the kernels of linear layers replaced by torch's, and count their calls."""
+    from hf_fastattn.kernels import checks
     from hf_fastattn.kernels.decode import linear as kernel
 
     shapes: list[tuple[int, ...]] = []
@@ -1016,7 +1017,7 @@ def fuse_linears(rank: int, name: str) -> dict:
         fake_graph.only_steps(patch)
         patch.setattr(fuse.find, "__defaults__", (lambda device: True,))
         patch.setattr(subclass, "has_kernels", lambda tensor: type(tensor) in (torch.Tensor, torch.nn.Parameter))
-        patch.setattr(kernel, "DTYPES", (torch.float32,))
+        patch.setattr(checks, "LINEAR_DTYPES", (torch.float32,))
         for function in (linear, linears, gated_linear):
             patch.setattr(kernel, function.__name__, function)
         patch.setattr(fuse._FusedNorm, "__call__", lambda self, forward: forward)
