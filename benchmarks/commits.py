@@ -46,7 +46,7 @@ def serve(shape: str, device: str, tokens: int) -> None:
         subject = models.load(shape, dtype, where)
     patched = patch(subject.model, "lean")
     prompt = cache = None
-    _answer({"ready": True})
+    reply({"ready": True})
     for line in sys.stdin:
         said = json.loads(line)
         if said != "run":
@@ -55,35 +55,41 @@ def serve(shape: str, device: str, tokens: int) -> None:
             prompt = runs.make_prompt(said, subject.text_config.vocab_size, where)
             cache = runs.run(subject.model, prompt, 8, keep=True).cache
             runs.run(subject.model, prompt, 8, runs.rewind(cache, prompt))  # captures the decode step
-            _answer({"ready": True})
+            reply({"ready": True})
             continue
         before = patched.captures
         ran = runs.run(subject.model, prompt, tokens, runs.rewind(cache, prompt))
         replay = runs.replay_ms(patched) if where.type == "cuda" else None
-        _answer({"ms": ran.ms, "replay_ms": replay, "captures": patched.captures - before, "tokens": ran.tokens[0].tolist()})
+        reply({"ms": ran.ms, "replay_ms": replay, "captures": patched.captures - before, "tokens": ran.tokens[0].tolist()})
 
 
-def _answer(found: dict) -> None:
+def reply(found: object) -> None:
     print(MARK + json.dumps(found), flush=True)
 
 
-class Tree:
-    """A process of the code at `path`."""
+class Answering:
+    """A process that answers each line of its stdin, in JSON, and first of all its start."""
 
-    def __init__(self, path: Path, shape: str, device: str, tokens: int):
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
-        run = [sys.executable, "-P", str(Path(__file__).resolve()), shape, device, str(tokens)]
-        self.process = subprocess.Popen(run, cwd=path, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, run: list[str], **options):
+        self.process = subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
 
-    def ask(self, what: list[int] | str) -> None:
+    def ask(self, what: object) -> None:
         self.process.stdin.write(json.dumps(what) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> dict:
+    def answer(self):
         for line in self.process.stdout:
             if line.startswith(MARK):
                 return json.loads(line[1:])
         raise RuntimeError(f"The process of {self.process.args} ended; its output is above.")
+
+
+class Tree(Answering):
+    """A process of the code at `path`."""
+
+    def __init__(self, path: Path, shape: str, device: str, tokens: int):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
+        super().__init__([sys.executable, "-P", str(Path(__file__).resolve()), shape, device, str(tokens)], cwd=path, env=env)
 
 
 def measure(trees: dict[str, Tree], lengths: list[int], pairs: int) -> dict:

@@ -16,6 +16,7 @@ import argparse
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -248,14 +249,16 @@ Begun = Callable[[Results, torch.device], Callable[[str], object]]
 
 def each(
     args: argparse.Namespace,
-    measure: Callable[[Subject, str, torch.device], dict],
-    add: Callable[[Results, dict], object],
+    measure: Callable[[Subject, str, torch.device], Any],
+    add: Callable[[Results, Any], object],
     positions: int = 0,
+    prepare: Callable[[Subject], object] = lambda subject: None,
 ) -> Begun:
-    """`begun` of cases that each are one row of one model."""
+    """`begun` of cases that `measure` measures and `add` adds, of one model. prepare: called with the model."""
 
     def begun(results: Results, device: torch.device) -> Callable[[str], object]:
         subject = load(args.shape, dtype_for(device), device, positions)
+        prepare(subject)
         return lambda case: add(results, measure(subject, case, device))
 
     return begun

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
 from itertools import islice
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from hf_fastattn.patches import patch
 
 from . import families
-from .models import Subject, dtype_for, load
+from .models import Subject
 from .results import Results, command
 from .runs import free, make_prompt, rewind, run, twin
 from .timing import orders
@@ -39,6 +38,12 @@ SETTINGS: dict[str, dict] = {
 PROMPT, TURNS, ENLARGED = 512, 5, 4.0
 CASES = {"1 row": 1, "64 rows": 64, "tiny rows": 2}
 TOKENS = {"patched": 60, "stock": 20}
+
+
+@torch.no_grad()
+def enlarge(subject: Subject) -> None:
+    """Enlarge the weights of the head."""
+    subject.model.get_output_embeddings().weight.mul_(ENLARGED)
 
 
 def options(setting: str) -> dict:
@@ -80,13 +85,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.sampli
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     args = families.read_cases(parser, argv, CASES, reserve=30, seconds=200)
     head = {"method": METHOD, "unit": "ms"}
-
-    def begun(results: Results, device: torch.device) -> Callable[[str], object]:
-        subject = load(args.shape, dtype_for(device), device)
-        with torch.no_grad():
-            subject.model.get_output_embeddings().weight.mul_(ENLARGED)
-        return lambda case: add(results, measure(subject, case, device))
-
+    begun = families.each(args, measure, add, prepare=enlarge)
     return families.run_cases(parser, args, f"sampling_{args.shape}", command(prog, argv), head, begun)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict
 
@@ -22,12 +21,12 @@ import torch
 from hf_fastattn.kernels.decode import sample
 
 from . import timing
+from .commits import Answering, reply
 from .decode import DECODE, GIB, SPECULATION
 from .results import Results, add_options, command, conditions, find_device, need_gpu, progress
 from .shapes import READ, SPLIT_KV, Shape, exact, make_inputs
 from .shapes import check as check_error
 
-MARK = "\x1e"  # begins the line of an answer
 triton, tl = sample.triton, getattr(sample, "tl", None)
 KINDS = ("maximum", "unified")
 METHOD = f"{timing.METHOD} of {{}} turns; each variant in a process of its own"
@@ -57,11 +56,11 @@ def serve(kind: str, device: torch.device) -> None:
     if kind == "unified":
         unify()
     run, calls = None, 0
-    print(MARK, flush=True)
+    reply(None)
     for line in sys.stdin:
         said = json.loads(line)
         if said == "run":
-            print(MARK + json.dumps(timing.elapsed_us(run, device) / calls), flush=True)
+            reply(timing.elapsed_us(run, device) / calls)
             continue
         run = None
         torch.manual_seed(0)
@@ -75,17 +74,7 @@ def serve(kind: str, device: torch.device) -> None:
         calls = timing.num_calls(sets, max(5, shape.kv_bytes / READ)) if device.type == "cuda" else 2
         run = timing.record(call, sets, calls, device)
         run()
-        print(MARK + json.dumps(None), flush=True)
-
-
-def answer(process: subprocess.Popen, asked: object = None) -> float:
-    """The answer to a line, or to nothing while the process starts."""
-    if asked is not None:
-        print(json.dumps(asked), file=process.stdin, flush=True)
-    for line in process.stdout:
-        if line.startswith(MARK):
-            return json.loads(line[1:].strip() or "null")
-    raise RuntimeError(f"The process of {process.args} ended; its output is above.")
+        reply(None)
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.unified") -> int:
@@ -103,29 +92,30 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.unifie
         args.out / "unified.json", args.seconds, command(prog, argv), device, conditions=conditions(device, METHOD.format(TURNS))
     )
     start = [sys.executable, "-m", "benchmarks.unified", "--device", str(device), "--kind"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = {kind: subprocess.Popen([*start, kind], **pipes) for kind in KINDS}
+    processes = {kind: Answering([*start, kind]) for kind in KINDS}
     try:
         for process in processes.values():
-            answer(process)
+            process.answer()
         left = SHAPES if device.type == "cuda" else TINY
         for shape in progress(left, "unified", "shape"):
             if results.left() < 10:
                 results.say(f"no time for {shape}")
                 return 1
             for process in processes.values():
-                answer(process, asdict(shape))
+                process.ask(asdict(shape))
+                process.answer()
             found: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for turn in range(TURNS):
                 for kind in KINDS if turn % 2 else KINDS[::-1]:
-                    found[kind].append(answer(processes[kind], "run"))
+                    processes[kind].ask("run")
+                    found[kind].append(processes[kind].answer())
             us = {kind: statistics.median(times) for kind, times in found.items()}
             row = shape.row() | {"us": us, "us_range": {kind: [min(t), max(t)] for kind, t in found.items()}}
             said = f"{shape}: {us['maximum']:.1f} us, without the maximum {us['unified']:.1f} us"
             results.add(row | {"gain": us["maximum"] / us["unified"] - 1}, str(shape), said)
     finally:
         for process in processes.values():
-            process.kill()
+            process.process.kill()
     gains = sorted(row["gain"] for row in results.data["rows"])
     results.say(f"gain: median {statistics.median(gains):.2%}, from {gains[0]:.2%} to {gains[-1]:.2%}; -> {results.path}")
     return 0

@@ -40,6 +40,7 @@ from benchmarks import (
     results,
     rollout,
     runs,
+    sampling,
     sections,
     sections_context,
     sections_paper,
@@ -47,6 +48,7 @@ from benchmarks import (
     shapes,
     stream,
     timing,
+    unified,
 )
 from hf_fastattn import PreallocatedCache, hf, patch
 from hf_fastattn.explanation import costs
@@ -612,6 +614,22 @@ def test_jobs(tmp_path):
     options = ["--shape", "tiny", "--only", "tiny", "--rivals", "batch,generate,stock", "--repeats", "1", "--reserve", "0"]
     (row,) = rows_of(batch.main, tmp_path, "batch", *options)
     assert row["shortfall"]["batch"] < 1e-4 and all(row[name]["tokens_per_s"] > 0 for name in ("batch", "generate", "stock"))
+
+
+@pytest.mark.slow
+def test_sampled_tokens(tmp_path):
+    rows = rows_of(sampling.main, tmp_path, "sampling_tiny", "--shape", "tiny", "--reserve", "0")
+    assert [row["setting"] for row in rows] == [*sampling.SETTINGS] and all(row["patched"]["ms"] > 0 for row in rows)
+    assert rows[0]["patched"]["above_ms"] == 0
+
+
+@pytest.mark.slow
+def test_two_processes_answer_in_turn(tmp_path):
+    assert unified.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "unified.json").read_text())["rows"]
+    assert row["gain"] == row["us"]["maximum"] / row["us"]["unified"] - 1 and "with the maximum" in report.report(
+        tmp_path, ["unified"]
+    )
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from benchmarks import (
     softmax,
     timing,
     training,
+    unified,
 )
 from benchmarks.shapes import Shape
 from benchmarks.training import Trained
@@ -527,3 +528,14 @@ def test_kernels_of_softmax_are_right(small_softmax, vocab, device):
     assert {*softmax.KINDS, "one_reading"} <= rivals.keys()
     for name, (call, of, want) in rivals.items():
         torch.testing.assert_close(of(call(0)).double(), want.double(), rtol=1e-5, atol=1e-7, msg=name)
+
+
+@runs_kernels
+def test_a_kernel_without_the_maximum_is_right_for_small_scores(device, monkeypatch):
+    if device.type == "cuda":
+        pytest.skip("the benchmark compiles it in a process of its own")
+    for module in ("attend", "online"):
+        monkeypatch.setattr(f"hf_fastattn.kernels.device.{module}.softmax_step", unified.unified_step)
+    q, k, v = (x.half() for x in shapes.make_inputs(*unified.TINY, 1, device)[0])
+    shapes.check("unified", shapes.SPLIT_KV(q, k, v), shapes.exact(q, k, v))
+    assert not shapes.SPLIT_KV(200 * q, k, v).isfinite().all()  # no maximum is subtracted

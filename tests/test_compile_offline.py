@@ -346,24 +346,24 @@ def test_forms_compile(form, tmp_path, monkeypatch):
 
 
 EIGHT_BITS = [  # Triton 3.6 and 3.9; with single bytes in shared memory there are 4.1 to 6.1
-    *(("int8", 90, head_dim, most) for head_dim, most in ((128, 2.85), (256, 2.65), (64, 3.65))),
-    *(("int8", 80, head_dim, most) for head_dim, most in ((128, 2.85), (256, 2.65), (64, 3.65))),
-    ("int8", 86, 128, 3.3),
-    ("fp8", 90, 128, 2.7),
-    ("fp8", 80, 128, 4.2),  # which has no instruction for e4m3
+    *(("int8", arch, head_dim, 4, most) for arch in (90, 80) for head_dim, most in ((128, 2.85), (256, 2.65), (64, 3.65))),
+    *(("int8", 90, head_dim, 32, most) for head_dim, most in ((128, 4.0), (256, 3.8))),
+    ("int8", 86, 128, 4, 3.3),
+    ("fp8", 90, 128, 4, 2.7),
+    ("fp8", 80, 128, 4, 4.2),  # which has no instruction for e4m3
 ]
 
 
 @pytest.mark.parametrize("name", ["lean", "split_kv"])
-@pytest.mark.parametrize("kv_dtype, arch, head_dim, most", slow_unless(EIGHT_BITS[0].__eq__, EIGHT_BITS))
-def test_few_instructions_for_each_number_in_8_bits(name, kv_dtype, arch, head_dim, most, tmp_path):
-    """In the loop over full tiles, with 16 rows; no byte is loaded alone, and nothing is spilled there."""
+@pytest.mark.parametrize("kv_dtype, arch, head_dim, rows, most", slow_unless(EIGHT_BITS[0].__eq__, EIGHT_BITS))
+def test_few_instructions_for_each_number_in_8_bits(name, kv_dtype, arch, head_dim, rows, most, tmp_path):
+    """In the loop over full tiles, with 16 or 32 rows; no byte is loaded alone, and nothing is spilled there."""
     module, kernels = KERNELS[name]
     k = torch.zeros(4, 8, 2048, head_dim, dtype=torch.bfloat16)
     kv = eight_bits.eight_bits(*eight_bits.empty(k, k), k[:, :, 0].contiguous(), kv_dtype)
     with compiling(module, kernels, arch) as compiled:
-        getattr(module, name)(k.new_zeros(4, 32, 1, head_dim), kv, Spec())
-        config = tables.decode(k.device, torch.uint8, head_dim, 4, None)
+        getattr(module, name)(k.new_zeros(4, 8 * rows, 1, head_dim), kv, Spec())
+        config = tables.decode(k.device, torch.uint8, head_dim, rows, None)
     binary = read(compiled[kernels[0]], tmp_path)
     sass = subprocess.run([BIN / "nvdisasm", "-c", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True).stdout
     numbers = 2 * config.BLOCK_N * head_dim // (32 * config.num_warps)

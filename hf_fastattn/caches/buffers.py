@@ -9,6 +9,7 @@ import torch
 from .. import registry
 from ..attention.step import Step
 from ..hf import CacheLayerMixin
+from ..kernels.host import gpu
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # K and V
 
@@ -166,6 +167,15 @@ def layout(states: torch.Tensor) -> tuple[object, ...]:
 def describe(keys: torch.Tensor, values: torch.Tensor) -> str:
     kinds = [f"{t.shape[1]} KV heads of {t.shape[3]} in {t.dtype}" for t in (keys, values)]
     return f"{kinds[0] if kinds[0] == kinds[1] else ' and '.join(kinds)} on {keys.device}"
+
+
+def cast(*states: torch.Tensor) -> Pair:
+    """K and V in the dtype in which attention computes them. Raises RuntimeError for those with a gradient."""
+    refuse_gradient(*states)
+    kind = gpu.autocast_type(states[0].device)
+    if torch.is_autocast_enabled(kind):  # attention casts queries so, and a part of the model's operations K or V
+        states = tuple(x.to(torch.get_autocast_dtype(kind)) for x in states)
+    return states[0], states[1]
 
 
 def reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.device) -> torch.Tensor:

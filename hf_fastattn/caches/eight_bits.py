@@ -17,9 +17,8 @@ from ..hf import Kind
 from ..kernels import eight_bits
 from ..kernels.spec import KV
 from . import states
-from .buffers import UNKNOWN, Pair, Part, selected
+from .buffers import UNKNOWN, Pair, Part, cast, selected
 from .layers import Layer, Track
-from .paged import cast
 from .storage import PreallocatedStorage
 
 

@@ -23,7 +23,7 @@ from ..attention.step import EAGER, Step
 from ..hf import Kind, has_alibi
 from ..kernels.host import gpu
 from ..kernels.spec import KV
-from .buffers import Buffered, Pair, refuse_gradient
+from .buffers import Buffered, Pair, cast
 from .contract import Storage
 from .pages import Pools
 from .stored import Arguments, StoredCache
@@ -298,15 +298,6 @@ def why_not(config: Any, kinds: Sequence[Kind]) -> str | None:
     if has_alibi(config):
         return "its positions are a bias of keys (ALiBi), which the kernels do not read beside pages"
     return None
-
-
-def cast(*states: torch.Tensor) -> Pair:
-    """K and V in the dtype in which attention computes them. Raises RuntimeError for those with a gradient."""
-    refuse_gradient(*states)
-    kind = gpu.autocast_type(states[0].device)
-    if torch.is_autocast_enabled(kind):  # attention casts queries so, and a part of the model's operations K or V
-        states = tuple(x.to(torch.get_autocast_dtype(kind)) for x in states)
-    return states[0], states[1]
 
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:

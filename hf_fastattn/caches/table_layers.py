@@ -10,9 +10,9 @@ import torch
 from .. import hf
 from ..attention.step import EAGER, Packed, Step
 from ..kernels.spec import KV
-from .buffers import UNKNOWN, Pair, describe, layout
+from .buffers import UNKNOWN, Pair, cast, describe, layout
 from .layers import KEEP, Layer, Track
-from .paged import cast, copy_pages
+from .paged import copy_pages
 
 if TYPE_CHECKING:
     from .table_storage import TableStorage

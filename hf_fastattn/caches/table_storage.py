@@ -221,11 +221,6 @@ class TableStorage(PreallocatedStorage):
 
     # ---- what a cache does ----
 
-    def rewind(self, mark: list[torch.Tensor] | None) -> None:
-        super().rewind(mark)
-        # Masks are those of whole pages, and would not differ for a layer that lacks a token.
-        self.cut_short = self.cut_short or (mark is None and len({layer.seen for layer in self.layers}) > 1)
-
     def reset(self) -> None:
         if self.cut_short:  # rows may hold pages that are not theirs
             self.pages, self.permuted = Pools(self.pages.size, self.windows, [pool.count for pool in self.pages.each]), False
@@ -233,6 +228,11 @@ class TableStorage(PreallocatedStorage):
         super().reset()
         self._drop(0)
         self.kept = self.room = 0
+
+    def rewind(self, mark: list[torch.Tensor] | None) -> None:
+        super().rewind(mark)
+        # Masks are those of whole pages, and would not differ for a layer that lacks a token.
+        self.cut_short = self.cut_short or (mark is None and len({layer.seen for layer in self.layers}) > 1)
 
     def forget(self) -> None:
         """Discard the pools of a model whose K and V have another form."""

@@ -171,9 +171,8 @@ def backward(
     for of_q, of_kv, seen in _pieces(by_row[1], k, spans, sees):
         of_keys, of_rows = (x[of_kv] for x in (dk, dv, k, v)), (x[of_q] for x in by_row)
         kept = _kept(spec.dropout, seed, grouped, kv_len, of_q, of_kv)
-        _add_gradients(
-            *of_keys, *of_rows, seen=seen, kept=kept, bias=_part(bias, of_kv), scale=scale, softcap=spec.softcap
-        )  # fmt: skip
+        options = {"seen": seen, "kept": kept, "bias": _part(bias, of_kv), "softcap": spec.softcap}
+        _add_gradients(*of_keys, *of_rows, scale=scale, **options)
     dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
     token_major = [checks.token_major(x).to(q.dtype) for x in (dq, dk, dv)]
     return token_major[0] if needs[0] else None, *(token_major[1:] if needs[1] else (None, None)), dsink
