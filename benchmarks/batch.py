@@ -6,7 +6,9 @@
 "batch" is generate_batch() and "generate" generate() of the patched model; "stock" is generate() and "continuous" is
 generate_batch() of the model before, with sdpa. generate() reads all prompts of a case as one padded batch and generates as
 many tokens for each row as for the longest one; its rate counts the tokens that were asked for. The first call of each is not
-timed, but that of the stock methods, which compile nothing. They get every `part`-th request of a case with one. The case fails
+timed, and has at most WARM new tokens in each text, but that of the stock methods, which compile nothing. They get every
+`part`-th request of a case with one, and at most WARM new tokens of each. "idle" is the share of the time between the first and
+the last kernel of a profiled generate_batch(), of at most PROFILED new tokens in each text, in which no kernel ran. A case fails
 if a greedy text of generate_batch() has a token whose logit is further below the largest one, by eager attention for the text
 alone, than twice what stock generate() of the same prompts alone has, plus 4 eps of the largest logit.
 """
@@ -35,6 +37,7 @@ RIVALS = ("batch", "generate", "stock", "continuous")
 CHECKED = 4  # texts whose tokens are judged
 JUDGED = 512  # tokens of the longest of them
 LONGEST = 2048  # tokens of a prompt whose text is judged
+WARM, PROFILED = 1024, 128
 
 
 def log_normal(count: int, mean: float, sigma: float, most: int) -> list[int]:
@@ -48,7 +51,7 @@ CASES: dict[str, tuple[list[int], int, list[int], int]] = {
     "job": (geometric(64, 20, 4096), 1, [128] * 64, 1),
     "requests": ([512] * 256, 1, log_normal(256, 256, 0.8, 1024), 4),
     "samples": ([4096] * 8, 16, [512] * 8, 8),
-    "long": ([256] * 32, 1, [2048] * 32, 8),
+    "long": ([256] * 32, 1, [8192] * 32, 8),
     "tiny": ([3, 9, 30, 17], 1, [6, 3, 6, 4], 2),
 }
 
@@ -82,6 +85,28 @@ def generated(model, rival: str, prompts: list[list[int]], copies: int, new: lis
     return [text[: new[row // copies]] for row, text in enumerate(found)]
 
 
+def cut(new: list[int], most: int) -> list[int]:
+    return [min(each, most) for each in new]
+
+
+def idle(model, prompts: list[list[int]], copies: int, new: list[int], device: torch.device) -> float | None:
+    """The share of a generate_batch() in which the GPU runs no kernel; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        generated(model, "batch", prompts, copies, cut(new, PROFILED), device)
+        synchronize(device)
+    found = profile.profiler.kineto_results.events()
+    spans = sorted(
+        (e.start_ns(), e.start_ns() + e.duration_ns()) for e in found if e.device_type() == torch.autograd.DeviceType.CUDA
+    )
+    busy, end = 0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return 1 - busy / (end - spans[0][0])
+
+
 def timed(model, rival: str, case: tuple, repeats: int, device: torch.device) -> dict:
     """The seconds, the rate and the memory of the calls of one rival."""
     prompts, copies, new = case
@@ -93,7 +118,8 @@ def timed(model, rival: str, case: tuple, repeats: int, device: torch.device) ->
             torch.cuda.reset_peak_memory_stats(device)
         synchronize(device)
         began = time.perf_counter()
-        texts = generated(model, rival, prompts, copies, new, device)
+        now = new if i or repeats == 1 else cut(new, WARM)
+        texts = generated(model, rival, prompts, copies, now, device)
         synchronize(device)
         if i > 0 or repeats == 1:
             seconds.append(time.perf_counter() - began)
@@ -127,7 +153,7 @@ def measure(subject: Subject, name: str, device: torch.device, rivals: list[str]
     model.generation_config.pad_token_id = 0
     made = make_prompt(lengths, subject.text_config.vocab_size, device)
     prompts = [ids[-length:].tolist() for ids, length in zip(made.ids, lengths, strict=True)]
-    some = prompts[::part], copies, new[::part]
+    some = prompts[::part], copies, cut(new[::part], WARM)
     row: dict = {"case": name, "lengths": lengths, "copies": copies, "new": new, "part": part}
     model.set_attn_implementation("sdpa")
     for rival in ("stock", "continuous"):
@@ -140,11 +166,13 @@ def measure(subject: Subject, name: str, device: torch.device, rivals: list[str]
     free(device)
     rows = sorted(range(len(lengths)), key=lengths.__getitem__)[:: max(1, len(lengths) // CHECKED)] if copies == 1 else []
     rows = [i for i in rows if lengths[i] <= LONGEST]  # eager attention computes all scores
-    alone = {i: generated(model, "stock", [prompts[i]], 1, [new[i]], device)[0] for i in rows}
+    alone = {i: generated(model, "stock", [prompts[i]], 1, cut([new[i]], JUDGED), device)[0] for i in rows}
     with patch(model, "lean") as under:
         for rival in ("batch", "generate"):
             if rival in rivals:
                 row[rival] = timed(model, rival, (prompts, copies, new), 1 + repeats, device)
+        if "batch" in rivals:
+            row["idle"] = idle(model, prompts, copies, new, device)
         row |= {"captures": under.captures, "reasons": [*under.reasons]}
     free(device)
     if rows and "batch" in row:
@@ -172,7 +200,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.batch"
 def add(results: Results, row: dict) -> None:
     """Add a row, or a failure if its tokens are wrong."""
     said = [f"{name} {row[name].get('error') or round(row[name]['tokens_per_s'])}" for name in RIVALS if name in row]
-    said = [f"{row['case']}: tokens/s {', '.join(said)}", *row["reasons"]]
+    said = [f"{row['case']}: tokens/s {', '.join(said)}; idle {row.get('idle') or 0:.1%}", *row["reasons"]]
     if not (passed := row.get("passed", True)):
         said.append(f"short of the largest logit by {row['shortfall']}, allowed {row['allowed']:.3g}")
     results.add(row, row["case"], "; ".join(said), passed)

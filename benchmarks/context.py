@@ -5,7 +5,8 @@
 
 In each turn all ranks wait for the slowest. On one GPU "critical_us" is therefore the sum over the turns of the slowest rank's
 time, without communication, and "balance" the mean time of the ranks divided by it. Over several GPUs "us" is the time of a call
-on the slowest rank, with communication.
+on the slowest rank, with communication, "compute_us" that of a call in which nothing is sent, and "send_us" that of the sending
+alone. "hidden" is the share of the sending that does not prolong a call.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from statistics import mean, median
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring_attention
+from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring, ring_attention
 from hf_fastattn.context_parallel.ring import PREFILL, add, attend
 from hf_fastattn.kernels.spec import Spec
 
@@ -86,14 +88,26 @@ def on_several(order: str, total: int, device: torch.device) -> dict:
     """The time of a call."""
     ranks = dist.get_world_size()
     q, k, v = draw(total // ranks, device)
+    held = torch.cat([k.reshape(-1), v.reshape(-1)])
+    call = ring._Call(None, dist.get_rank(), ranks, k.shape, v.shape, order, True, None, SPEC, PREFILL, ring.BACKWARD)
 
-    def run() -> None:
-        dist.barrier()
-        ring_attention(q, k, v, order=order)
+    def send() -> None:
+        for _ in range(ranks - 1):
+            ring._wait(call.pass_on(held)[1])
 
-    us = torch.tensor([time_of(run, device)], device=device)
-    dist.all_reduce(us, dist.ReduceOp.MAX)
-    return {"us": us.item()}
+    def slowest(run: Callable[[], object]) -> float:
+        def together() -> None:
+            dist.barrier()
+            run()
+
+        us = torch.tensor([time_of(together, device)], device=device)
+        dist.all_reduce(us, dist.ReduceOp.MAX)
+        return us.item()
+
+    us, sent = slowest(lambda: ring_attention(q, k, v, order=order)), slowest(send)
+    with mock.patch.object(ring._Call, "pass_on", lambda self, held: (held, [])):
+        computed = slowest(lambda: ring_attention(q, k, v, order=order))
+    return {"us": us, "compute_us": computed, "send_us": sent, "hidden": min(1, max(0, (computed + sent - us) / sent))}
 
 
 def has_time(results: Results, several: bool) -> bool:

@@ -2,7 +2,6 @@
 
     python -m benchmarks.generate --shape 8b --cases 1x512,1x8192,8xpadded
     python -m benchmarks.generate --shape 8b --cases 8x32768 --rivals sdpa_static_compile --add
-    python -m benchmarks.generate --shape 1b --fresh
 
 All rivals of a case share one set of weights and alternate. The time of a token is host time from the 6th new token to the last,
 divided by the number of tokens, so it includes neither prefill nor compilation nor capture, which are reported separately. If
@@ -17,7 +16,6 @@ import argparse
 
 import torch
 
-from . import fresh
 from .grid import CASES, DEFAULT_RIVALS, LEAST, MAX_STATIC, METHOD, OURS, RIVALS, STATIC, Bench, pairs, row_lengths
 from .models import SHAPES, dtype_for, load
 from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
@@ -43,7 +41,6 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
     parser.add_argument("--resume", type=listed, default=[], help="cases that process their prompt once, however short it is")
     help_ = f"cases, at most {MAX_STATIC}, that also time {STATIC}, about a minute each; default: the first {MAX_STATIC}"
     parser.add_argument("--compile-cases", type=listed, help=help_)
-    parser.add_argument("--fresh", action="store_true", help="time the first call of a fresh process instead: " + fresh.WHAT)
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
     tiny = args.shape.startswith("tiny")
@@ -58,7 +55,7 @@ def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Na
         parser.error(f"unknown rivals {', '.join(sorted(unknown))}; known are {', '.join(RIVALS)}, and all.")
     if len(args.compile_cases) > MAX_STATIC:
         parser.error(f"--compile-cases takes at most {MAX_STATIC} cases; got {len(args.compile_cases)}.")
-    need_gpu(parser, args, {args.shape} & SHAPES.keys(), {} if args.fresh else pairs(args.cases, args.padded))
+    need_gpu(parser, args, {args.shape} & SHAPES.keys(), pairs(args.cases, args.padded))
     return args
 
 
@@ -98,8 +95,6 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.genera
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     args = read(parser, argv)
     device = find_device(args.device)
-    if args.fresh:
-        return fresh.main(args, device, command(prog, argv))
     dtype = dtype_for(device)
     torch.manual_seed(0)
     longest = max(max(row_lengths(case, args.padded)) for case in args.cases) + args.tokens + 64

@@ -126,25 +126,6 @@ def headline(result: dict) -> str:
     return f"{' '.join(notes)}\n\n{table(head, lines)}"
 
 
-def fresh(result: dict) -> str:
-    def seconds(cache: str, call: int, what: str) -> str:
-        of_cache = [row["calls"][call][what] for row in result["rows"] if row["triton_cache"] == cache]
-        texts = [f"{value:.{1 if value >= 1 else 2}f}" for value in sorted(filter(None, of_cache))]
-        return " to ".join(dict.fromkeys(texts[:1] + texts[-1:])) or "-"
-
-    replay = [seconds(cache, 0, "to_first_replay_s") for cache in ("cold", "warm")]
-    later = [call for row in result["rows"] for call in row["calls"][1:]]
-    compiled, captured = (max(call[what] for call in later) for what in ("compiled", "captured"))
-    first, second = (result["rows"][0]["calls"][i]["prompt"] for i in (0, 1))
-    return (
-        f"**The first call of a fresh process**, {model(result)} ({by(result)}): from the loaded model to the first replay of "
-        f"its decode graph {replay[0]} s with an empty Triton cache and {replay[1]} s with a warm one, behind a prompt of "
-        f"{first} tokens. A second call with {second} tokens had its first token after "
-        f"{seconds('cold', 1, 'first_token_s')} s and {seconds('warm', 1, 'first_token_s')} s; it compiled {compiled} "
-        f"kernel{'s' * (compiled != 1)} with the empty cache and captured {captured} graphs."
-    )
-
-
 def stream(result: dict) -> str:
     keeps = result["window"] + result["sinks"]
     head = ["tokens read", "ms per token", f"dense cache of {keeps} tokens", "ratio", "GiB allocated"]
@@ -396,7 +377,11 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("ranks_8b_h100", "ranks_8b_h100.json", partial(ranks, counts=())),
     ("ranks_glm4_h100", "ranks_glm4-9b_h100.json", partial(ranks, counts=())),
     ("generate_1b", "generate_1b.json", generate),
-    ("fresh", "generate_fresh.json", fresh),
+    ("session_1b", "session_1b.json", sections_steps.session),
+    ("session_8b", "session_8b.json", sections_steps.session),
+    ("roofline", "roofline.json", sections_steps.roofline),
+    ("chunks", "chunks_8b.json", sections_steps.chunks),
+    ("chunks_h100", "chunks_8b_h100.json", sections_steps.chunks),
     ("stream", "stream.json", stream),
     ("perplexity", "streaming_perplexity.json", perplexity),
     ("accuracy", "eval_smollm2.json", accuracy),
@@ -419,6 +404,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("linear", "linear_decode.json", sections_steps.linear),
     ("context", "context.json", sections_context.balance),
     ("context_ranks", "context_ranks.json", sections_context.times),
+    ("tree", "tree_ranks.json", sections_context.tree),
     ("paper", "kernels_paper.json", paper),
     ("paper_ranks", "kernels_paper_ranks.json", paper_ranks),
     ("paper_gpus", "paper_ranks.json", paper_gpus),

@@ -28,15 +28,33 @@ def balance(result: dict) -> str:
 
 
 def times(result: dict) -> str:
-    us = {(row["tokens"], row["ranks"], row["order"]): row["us"] for row in result["rows"]}
-    counts = sorted({*COUNTS, *(ranks for _, ranks, _ in us)})
+    found = {(row["tokens"], row["ranks"], row["order"]): row for row in result["rows"]}
+    counts = sorted({*COUNTS, *(ranks for _, ranks, _ in found)})
+    rows = []
+    for tokens in sorted({tokens for tokens, _, _ in found}):
+        for ranks in counts:
+            for order in ORDERS:
+                row = found.get((tokens, ranks, order), {})
+                ms = [figure(row[name] / 1e3, 2) if name in row else None for name in ("us", "compute_us", "send_us")]
+                rows.append([thousands(tokens), str(ranks), order, *ms, f"{row['hidden']:.0%}" if "hidden" in row else None])
+    return (
+        f"**The orders of context parallelism over several GPUs**, {result['shape']}, milliseconds of a call, of its "
+        f"computing and of its sending alone; rows without figures were not run {by_method(result)}:\n\n"
+        + table(["tokens", "GPUs", "order", "call", "computing", "sending", "sending that is hidden"], rows)
+    )
+
+
+def tree(result: dict) -> str:
     rows = [
-        [thousands(tokens), str(ranks), order, figure(us[at] / 1e3, 2) if (at := (tokens, ranks, order)) in us else None]
-        for tokens in sorted({tokens for tokens, _, _ in us})
-        for ranks in counts
-        for order in ORDERS
+        [
+            thousands(row["tokens"]),
+            str(row["ranks"]),
+            *(figure(row["us"][name]) for name in ("tree", "ring")),
+            figure(row["ring_over_tree"], 2, "x"),
+        ]
+        for row in sorted(result["rows"], key=lambda row: (row["tokens"], row["ranks"]))
     ]
     return (
-        f"**The orders of context parallelism over several GPUs**, {result['shape']}, with communication; rows without figures "
-        f"were not run {by_method(result)}:\n\n{table(['tokens', 'GPUs', 'order', 'milliseconds'], rows)}"
+        f"**Tree and Ring in decode**, one row, {result['shape']}, microseconds of an attention call over K and V that the GPUs "
+        f"share out by sequence {by_method(result)}:\n\n{table(['tokens', 'GPUs', 'Tree', 'Ring', 'Ring / Tree'], rows)}"
     )

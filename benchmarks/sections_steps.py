@@ -200,3 +200,51 @@ def kv_dtype(result: dict) -> str:
         f"{model(result)}; the first three under `patch()`, the others stock.{missing}\n\n"
         + table(["batch x prompt", "K and V", "ms per token", "peak GB"], steps)
     )
+
+
+def session(result: dict) -> str:
+    kinds, lines = result["rows"], []
+    for number, phase in enumerate(kinds[0]["phases"]):
+        stalls = [max(row["phases"][number]["stall_s"]) for row in kinds]
+        lines.append([phase["phase"], str(len(phase["stall_s"])), *(figure(each, 2) for each in stalls)])
+    every = [sum(max(0, stall) for phase in row["phases"] for stall in phase["stall_s"]) for row in kinds]
+    lines.append(["all stalls together", None, *(figure(each, 1) for each in every)])
+    compiled = [str(sum(phase["compiled"] for phase in row["phases"])) for row in kinds]
+    lines.append(["kernels compiled by the process itself", None, *compiled])
+    imports = "".join(f" The import took {row['import_s']:.1f} s." for row in kinds if "import_s" in row)
+    return (
+        f"**The first session of a process**, {model(result)} {by_method(result)}, {result['conditions']['cores']} cores: the "
+        f"longest stall of the calls of a phase, seconds.{imports}\n\n"
+        + table(["phase", "calls", *(row["kind"] for row in kinds)], lines)
+    )
+
+
+def roofline(result: dict) -> str:
+    rows = sorted(result["rows"], key=lambda row: row["rows"])
+    lines = [[str(row["rows"]), figure(row["replay_ms"], 2), figure(1e3 * row["replay_ms"] / row["rows"], 1)] for row in rows]
+    one, middle, last = rows[0], next(row for row in rows if 2 * row["rows"] >= rows[-1]["rows"]), rows[-1]
+    further = (last["replay_ms"] - middle["replay_ms"]) / (last["rows"] - middle["rows"])
+    return (
+        f"**Decode steps by the number of rows**, {model(result)} {by_method(result)}. A step of one row takes as long as "
+        f"{one['replay_ms'] / further:.0f} further ones between {middle['rows']} and {last['rows']} rows, and as "
+        f"{one['replay_ms'] / last['replay_ms'] * last['rows']:.0f} of {last['rows']}, whose time has all other launches. "
+        f"`explain()` says that products with weights are bound by compute from {result['explained']['weights_batch']} rows on:"
+        f"\n\n{table(['rows', 'ms a step', 'us a row'], lines)}"
+    )
+
+
+def chunks(result: dict) -> str:
+    lines = [
+        [
+            thousands(row["tokens"]),
+            row["asked"],
+            "whole" if row["chunk"] is None else thousands(row["chunk"]),
+            (row.get("failed") and "out of memory") or figure(row["first_token_s"], 3),
+            figure((row.get("peak_bytes") or 0) / 1e9 or None, 2),
+            figure(row["estimate_bytes"] / 1e9, 2),
+            f"{row['pairs'] / 1e9:.3g}",
+        ]
+        for row in result["rows"]
+    ]
+    head = ["tokens", "asked", "read at once", "s to the first token", "peak GB", "estimated GB", "1e9 scores a head"]
+    return f"**Prompts in chunks**, {model(result)} {by_method(result)}:\n\n{table(head, lines)}"

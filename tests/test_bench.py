@@ -24,7 +24,6 @@ from benchmarks import (
     evaluation,
     families,
     first_tokens,
-    fresh,
     generate,
     grid,
     hybrids,
@@ -39,12 +38,14 @@ from benchmarks import (
     report,
     results,
     rollout,
+    roofline,
     runs,
     sampling,
     sections,
     sections_context,
     sections_paper,
     sections_steps,
+    session,
     shapes,
     stream,
     timing,
@@ -336,32 +337,42 @@ def test_learned_positions_cover_the_prompt(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_first_calls_of_a_fresh_process(tmp_path):
-    cold, warm = rows_of(generate.main, tmp_path, "generate_fresh", "--shape", "tiny", "--fresh", "--repeats", "1")
-    assert (cold["triton_cache"], warm["triton_cache"]) == ("cold", "warm")
-    for row in (cold, warm):
-        assert [call["prompt"] for call in row["calls"]] == [64, 24] and row["reasons"]  # no graph on a CPU, and that is said
-        assert all(call["first_token_s"] > 0 and call["captured"] == 0 for call in row["calls"])
-    assert "its decode graph - s with an empty Triton cache and - s" in report.report(tmp_path, ["fresh"])
+def test_first_sessions(tmp_path, monkeypatch):
+    """In processes of their own; a kind whose process fails says why."""
+    arguments = ["--shape", "tiny", "--kinds", "empty,imported,stock", "--device", "cpu", "--out", str(tmp_path)]
+    assert session.main(arguments) == 1  # nothing is compiled for a CPU
+    found = json.loads((tmp_path / "session_tiny.json").read_text())
+    assert [row["kind"] for row in found["rows"]] == ["empty", "stock"] and "imported failed" in str(found["failed"])
+    for row in found["rows"]:
+        assert [len(phase["stall_s"]) for phase in row["phases"]] == [1, 2, 25, 25, 8, 3, 2, 2]
+        assert bool(row["reasons"]) == (row["kind"] == "empty")  # no graph on a CPU, and that is said
+    assert "| chat of 25 turns" in report.report(tmp_path, ["session_1b"]) or "chat of 25 turns" in sections_steps.session(found)
+    monkeypatch.setattr(session.sys, "executable", shutil.which("ls"))
+    with pytest.raises(RuntimeError, match=r"(?s)tiny cpu failed with \d: .*tiny"):
+        session.run(session.CHILD, ["tiny", "cpu"], tmp_path, 100)
 
 
 @pytest.mark.slow
-def test_the_first_replay_is_timed_and_no_code_runs_between_the_steps_of_generate(monkeypatch):
+def test_no_code_runs_between_the_steps_of_generate(monkeypatch):
     """After other code than that of Transformers, patch() compares the model in each step."""
     found, original = [], hf.other_code
     monkeypatch.setattr(hf, "other_code", lambda arguments: found.append(original(arguments)) or found[-1])
     fake_graph.use(monkeypatch)
-    first, second = fresh.first_calls("tiny", [64, 24], CPU)["calls"]
-    assert first["to_first_replay_s"] > first["first_token_s"] and first["captured"] == 1
-    assert second["captured"] == second["compiled"] == second["read_from_disk"] == 0
-    assert len(found) == 2 and not any(found)
+    subject = models.load("tiny", torch.float32, CPU)
+    with patch(subject.model, "lean") as patched:
+        for length in (64, 24):
+            runs.run(subject.model, runs.make_prompt([length], 128, CPU), 8)
+    assert patched.captures == 1 and len(found) == 2 and not any(found)
 
 
 @pytest.mark.slow
-def test_a_fresh_process_that_fails_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(fresh.sys, "executable", shutil.which("ls"))
-    with pytest.raises(RuntimeError, match=r"(?s)tiny cpu 8 4 failed with \d: .*tiny"):
-        fresh.child("tiny", [8, 4], CPU, str(tmp_path), 100)
+def test_batches_that_are_bound_by_compute(tmp_path):
+    rows = rows_of(roofline.main, tmp_path, "roofline", "--shape", "tiny", "--reserve", "0")
+    assert [row["rows"] for row in rows] == [1, 4] and all(row["check"]["passed"] for row in rows)
+    found = json.loads((tmp_path / "roofline.json").read_text())
+    rows = [{"rows": n, "replay_ms": ms} for n, ms in ((1, 4.0), (64, 5.0), (256, 8.0), (512, 16.0))]
+    said = sections_steps.roofline(found | {"rows": rows})
+    assert "as 128 further ones between 256 and 512 rows, and as 128 of 512" in " ".join(said.split()), said
 
 
 # ---- unbounded generation ----
