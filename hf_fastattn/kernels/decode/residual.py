@@ -70,7 +70,7 @@ def residual_kernel(
     BeforeBias,  # (SIZE,) or None
     Before,  # (rows, SIZE), written, or None
     Gate,  # (rows,), with WIDE (rows, SIZE), or None
-    Sigmoid,  # as Gate, written
+    Sigmoid,  # (rows,), with WIDE (rows, SIZE), written, or None
     Scaled,  # (rows, SIZE), written, or None
     First,  # (rows, SIZE) or None
     FirstSum,  # (rows, SIZE), written, or None

@@ -1,12 +1,12 @@
 """Linear layers and MLPs of one model:
 
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
-- in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`, in one launch each; a gated pair, and the
-  projections of queries, keys and values, in one launch together, on Hopper also up to 128 tokens. A launch may also compute an
+- in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`, in one launch each; a gated pair, and
+  projections of one input (`PROJECTIONS`), in one launch together, on Hopper also up to 128 tokens. A launch may also compute an
   operation on a result (merged.py).
 
-The projections are computed together when their attention layer begins. Each of them then returns its result if it is called with
-the input of the layer; otherwise the layer's projections are computed one by one from then on.
+The projections are computed together when their attention layer, linear layer or mixture begins. Each of them then returns its
+result if it is called with the input of the layer; otherwise the layer's projections are computed one by one from then on.
 """
 
 from __future__ import annotations
