@@ -24,6 +24,7 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
@@ -71,6 +72,11 @@ HYBRIDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         Qwen3_5TextConfig,
         {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "linear_num_value_heads": 16}
         | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 32_000, **LONG},
+    ),
+    "Qwen3.6 35B": (
+        Qwen3_5MoeTextConfig,
+        {"hidden_size": 2048, "num_hidden_layers": 40, "linear_num_value_heads": 32, "num_attention_heads": 16}
+        | {"num_key_value_heads": 2, "head_dim": 256, "vocab_size": 32_000, "num_experts": 32, **LONG},
     ),
     "Falcon-H1 0.5B": (
         FalconH1Config,

@@ -548,6 +548,13 @@ def _residual(rows=2, **options):
     )
 
 
+def _gated_sum(gate_of_rows=True):
+    x, weight = torch.zeros(2, 96, dtype=torch.bfloat16), torch.zeros(96, dtype=torch.bfloat16)
+    gate = x[:, :1].clone() if gate_of_rows else x
+    gemma = residual_sums.Normed(weight, None, 1e-6, (False, True, "fp32"), x)
+    residual_sums.run(residual_sums.Chain(x, scaled=x, sums=((x, x), (x, x)), gate=(gate, gate)), gemma)
+
+
 def _peers(x):
     addresses, counts = torch.zeros(4, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
     return all_reduce.Peers(x, addresses, counts, 1, 4, all_reduce.block_bytes(4096, x.dtype))
@@ -637,6 +644,8 @@ SMALL = {
     "residual": (residual_sums, _residual),
     "residual, one row": (residual_sums, lambda: _residual(1)),
     "residual, everything": (residual_sums, lambda: _residual(everything=True)),
+    "residual, of a gate": (residual_sums, lambda: _gated_sum(False)),
+    "residual, of a gate for each row": (residual_sums, _gated_sum),
     "residual, over ranks": (residual_sums, _sum_over_ranks),
     "residual, over ranks, fp32": (residual_sums, lambda: _sum_over_ranks(torch.float32)),
     "residual, over ranks, many rows": (residual_sums, lambda: _sum_over_ranks(rows=16)),
@@ -687,7 +696,7 @@ def test_small_kernels_begin_early_from_hopper_on_and_wait_first(name, arch, mon
     assert bool(waits) == kernel.metadata.launch_pdl == (arch == 90)
     lets = LET.search(kernel.asm["ttgir"])
     weights = {"residual": 2, "residual, one row": 2, "residual, everything": 3, "rope, of norms": 4}.get(
-        name, int(module in (gated_delta, selective))
+        name, int(module in (gated_delta, selective) or "gate for" in name or name == "residual, of a gate")
     )  # older than the previous launch
     assert not waits or waits.start() < touches[weights].start()
     # A norm of one row lets a linear layer load weights before its own inputs are there.
@@ -756,7 +765,7 @@ def test_linear_layers_load_16_bytes_at_once_and_spill_nothing(kind, tokens, arc
         elif kind == "sum":
             linear.linear_and_sum(x, weight, bias, new(1, tokens, 64))
         elif kind == "all":
-            linear.linears(x, (weight,) * 3, (bias,) * 3)
+            linear.linears(x, (weight,) * linear_rows.MAX_WEIGHTS, (bias,) * linear_rows.MAX_WEIGHTS)
         else:
             number, then = (3, linear.Then(kind, factor=0.125)) if kind == "mul" else (1, linear.Then(kind))
             linear.prepared(x, (weight,) * number, (bias,) * number).launch_with(then, new(1, tokens, 64))

@@ -1,12 +1,16 @@
 """The choice of experts in the launch of gate and up: the same bits as in a launch of its own, whatever reads the choice."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from calls import captured
+from cases import slow_unless
+from models import tiny
 from small_layers import Launches
-from test_experts import DEVICE, OSS, inputs, moe, runs_kernels
+from test_experts import DEVICE, MOE, OSS, inputs, moe, runs_kernels
+from tolerance import assert_close, largest
 
 from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.kernels.mixture import PLAIN
@@ -20,6 +24,8 @@ if HAS_TRITON:
 
 pytestmark = runs_kernels
 SIZE = 32
+SHARED = {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 32, "linear_key_head_dim": 16, "head_dim": 16}
+GATES = product([1, 3], ["qwen2_moe", "qwen3_next", "qwen3_5_moe_text"])
 CASES = {
     "softmax": {"form": "softmax", "normalise": True},
     "softmax, scores in float32": {"form": "softmax", "dtype": torch.float32},
@@ -140,3 +146,30 @@ def test_a_step_of_a_model_has_no_launch_that_only_chooses(name):
             logits = model(ids[:, :1], past_key_values=past).logits
     torch.testing.assert_close(logits, expected, atol=0 if DEVICE == "cpu" else 2e-2, rtol=0)
     assert launches.count["gate_up_kernel"] == len(layers) == len(routers) > 0 and not launches.count["route_kernel"]
+
+
+@pytest.mark.usefixtures("seeded_without_gradients")
+@pytest.mark.parametrize("rows, name", slow_unless([(1, "qwen2_moe"), (3, "qwen3_next")].__contains__, GATES))
+def test_the_gate_of_a_shared_expert_has_no_launch_of_its_own(name, rows):
+    """Its logit is computed with those of the router, its sigmoid and the product in the launch of the sum that follows."""
+    whole = tiny(name, device=DEVICE, **MOE | SHARED)
+    whole.set_experts_implementation("eager")
+    block = whole.model.layers[0].mlp.half()
+    x, other = torch.randn(2, rows, 1, 64, device=DEVICE).half()
+    stock, right = other + block(x), other + copy.deepcopy(block).double()(x.double())
+    fuse.fuse(fuse.find(block))
+    subclass.replace(block.gate, experts.router)
+    experts.use(experts.find(block))
+    model, results, counts = torch.nn.ModuleList([block]), [], []
+    for joined in (False, True):
+        assert not joined or linears.join(model) == [block]
+        with captured(), Launches() as launches, merged.merged(model):
+            results.append(other + block(x))
+        counts.append(launches.count)
+    for got in results:
+        assert_close(got, right, stock, torch.finfo(got.dtype).eps, largest(right), name)
+    with captured():  # the router runs its own code for more tokens than its kernel supports
+        assert [linears._project(block, x.new_zeros(tokens, 1, 64)) is None for tokens in (64, 65)] == [False, True]
+    linear = "linear_kernel" if rows == 1 else "linear_rows_kernel"
+    assert [count[linear] for count in counts] == ([3, 2] if rows == 1 else [4, 3])  # without the gated one, with one row
+    assert all(count["residual_kernel"] == 1 and not count["sigmoid"] + count["mul"] + count["add"] for count in counts)

@@ -79,7 +79,7 @@ def test_a_linear_layers_error_is_that_of_torchs_own(tokens, rows, size, kind, d
 
 
 @runs_kernels
-@pytest.mark.parametrize("rows", [(70, 33), (16, 64, 7), (24, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(70, 33), (16, 64, 7), (24, 1), (40, 16, 7, 33)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5, 100])
 def test_several_weights_at_once(rows, bias, tokens):
@@ -154,7 +154,7 @@ def test_a_linear_layer_takes_up_to_64_tokens_in_16_bits(monkeypatch):
         assert linear(*wrong) is None
         assert re.search(said, why_not(wrong[0], wrong[1:2], wrong[2:]))
     assert gated_linear(x, weight, weight[:4]) is None and "one shape" in why_not(x, (weight, weight[:4]), gated=True)
-    assert linears(x, (weight,) * 4) is None and "4 weights" in why_not(x, (weight,) * 4)
+    assert linears(x, (weight,) * 5) is None and "5 weights" in why_not(x, (weight,) * 5)
     assert "1 to 64" in why_not(x.repeat(65, 1), (weight,))
     for arch, most in ((80, 64), (90, 128), (100, 64)):  # of several weights
         with monkeypatch.context() as patch:
@@ -239,7 +239,7 @@ class Projections(torch.nn.Module):
         self.change = change
 
     def forward(self, hidden_states):
-        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states)
+        q, k = self.q_proj(hidden_states), self.k_proj(hidden_states.view(-1, 32)).view(2, -1)
         return q, k, self.v_proj(self.change(hidden_states))
 
     def joined(self):

@@ -11,6 +11,7 @@ from calls import captured
 from small_layers import Launches, small_model
 from test_fuse import DEVICE, DTYPES, runs_kernels
 from test_small_layers import ROTATIONS, norm_of_family, rotation_of_family
+from tolerance import assert_close, largest
 from torch import nn
 
 import hf_fastattn
@@ -345,6 +346,53 @@ def test_what_is_delayed_runs_before_queries_are_rotated_for_sinks():
     expected = rotated(model[0](x))
     with merged.merged(model):
         assert torch.equal(rotated(model[0](x)), expected)
+
+
+sigmoid = torch.sigmoid
+GATED = {  # operations on x, y, a gate for each row and one for each element, and the launches that they save
+    "of rows": (2, lambda x, y, row, wide: y + sigmoid(row) * x),
+    "of elements": (2, lambda x, y, row, wide: x * sigmoid(wide) + y),
+    "without a sum": (1, lambda x, y, row, wide: (x * sigmoid(row)).sum(-1)),
+    "used again": (1, lambda x, y, row, wide: (gate := sigmoid(wide), x * gate + gate)[1]),
+    "read before": (0, lambda x, y, row, wide: (gate := sigmoid(row), gate.abs(), y + gate * x)[2]),
+    "gate changed before": (0, lambda x, y, row, wide: (gate := sigmoid(row), row.add_(1), y + gate * x)[2]),
+    "twice": (2, lambda x, y, row, wide: y + sigmoid(sigmoid(row)) * x),
+    "its square": (0, lambda x, y, row, wide: (gate := sigmoid(wide), gate * gate + y)[1]),
+    "of one token for all": (0, lambda x, y, row, wide: y + sigmoid(row[:1].contiguous()) * x),
+    "of another tensor": (0, lambda x, y, row, wide: (gate := sigmoid(row), x * y.mean(-1, keepdim=True) + gate)[1]),
+    "a part": (0, lambda x, y, row, wide: y + sigmoid(wide)[..., :1] * x),
+    "with a number": (0, lambda x, y, row, wide: sigmoid(wide) * 0.5 + y.abs()),
+    "added": (0, lambda x, y, row, wide: sigmoid(wide) + x),
+    "not used": (0, lambda x, y, row, wide: (sigmoid(wide), x + y)[1]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GATED)
+def test_a_sigmoid_and_the_product_with_it_begin_a_chain(name, dtype):
+    (saved, function), model = GATED[name], fused_norms(dtype)
+    given = [torch.randn(2, 3, size, device=DEVICE).to(dtype) for size in (SIZE, SIZE, 1, SIZE)]
+    right, (stock, got) = function(*(x.double() for x in given)), ([x.clone() for x in given] for _ in range(2))
+    with Launches() as separate:
+        stock = function(*stock)
+    with Launches() as launches, merged.merged(model):
+        got = function(*got)
+    assert separate.count.total() - launches.count.total() == saved
+    assert_close(got, right, stock, torch.finfo(dtype).eps, largest(right), name)
+
+
+def test_a_gated_product_is_one_launch_with_sums_and_a_norm_and_all_its_results_are_stored():
+    model, (x, a, b) = fused_norms(torch.float16), (torch.randn(1, 3, SIZE, device=DEVICE).half() for _ in range(3))
+    gate = torch.randn(1, 3, 1, device=DEVICE).half()
+    with Launches() as launches, merged.merged(model):
+        ours = [sigmoid(gate)]
+        ours.append(ours[0] * x)
+        ours.append(a + ours[1])
+        ours.append(b + ours[2])
+        ours.append(model[0](ours[3]))
+    assert launches.count == {"residual_kernel": 1}
+    assert_close(ours[0], gate.double().sigmoid(), sigmoid(gate), torch.finfo(gate.dtype).eps, 1.0, "sigmoid")
+    assert all(map(same, ours[1:], [ours[0] * x, a + ours[1], b + ours[2], model[0](ours[3])]))
 
 
 LINEAR = {  # operations after a linear layer, and whether its launch computes one of them

@@ -123,8 +123,8 @@ class Patch:
             self.changes.append(Change("projections of keys and values", heads, "part of a head", "the rank's KV heads"))
         attention.replace(model, self.backend)
         if fuse:
-            self._fuse(model)
             self._use_experts(model)
+            self._fuse(model)  # also projections of fused routers
         if self._generation is None:
             return
         settings: dict[str, Any] = {"backend": self.backend, "graph": self.graph, "fuse": fuse, "streaming": str(streaming)}
@@ -152,7 +152,7 @@ class Patch:
         fusion.fuse(found)
         mixers, gated = states.fuse(model)
         joined, layers = (linears.join(model), residual.join(model)) if self.graph else ([], [])
-        self._fused = [weakref.ref(module) for modules in (*found, mixers, gated, joined, layers) for module in modules]
+        self._fused += [weakref.ref(module) for modules in (*found, mixers, gated, joined, layers) for module in modules]
         for what, modules, before, after in (
             ("RMSNorm and LayerNorm", found.norms, "launched operation by operation", "one launch"),
             ("rotation of queries and keys", found.layers, "launched operation by operation", "one launch"),
@@ -160,7 +160,7 @@ class Patch:
             ("steps of linear layers, of one token", mixers, "launched operation by operation", "two launches"),
             ("gated norms", gated, "launched operation by operation", "one launch"),
             ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
-            ("projections of queries, keys and values, in decode graphs", joined, "three launches", "one"),
+            ("projections of queries, keys and values, in decode graphs", joined, "up to four launches", "one"),
             ("residual connections, in decode graphs", layers, "two launches", "none"),
         ):
             if modules:

@@ -24,7 +24,7 @@ from .. import checks
 from ..host import gpu, launch
 from ..host.overlap import early, let_next_begin, wait_for_inputs
 from . import linear_rows
-from .linear_rows import activated, distance, followed, of_tile, three
+from .linear_rows import activated, followed, four, of_tile, offset
 
 Tensors = tuple[torch.Tensor, ...]
 MAX_BLOCK = 2048  # elements of a row of the weight that a program loads at once
@@ -36,21 +36,24 @@ def _load_once(pointers, mask):
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
-@triton.jit(do_not_specialize=["rows", "rows1", "rows2", "factor"])
+@triton.jit(do_not_specialize=["rows", "rows1", "rows2", "rows3", "factor"])
 def linear_kernel(
     X,  # (SIZE,)
     Weight,  # (rows, SIZE)
     Weight1,  # (rows1, SIZE), from two PARTS on
-    Weight2,  # (rows2, SIZE), with three PARTS
+    Weight2,  # (rows2, SIZE), from three PARTS on
+    Weight3,  # (rows3, SIZE), with four PARTS
     Bias,  # (rows,), read with HAS_BIAS
     Bias1,  # (rows1,)
     Bias2,  # (rows2,)
+    Bias3,  # (rows3,)
     Out,  # (rows,), written
     Out1,  # (rows1,), written
     Out2,  # (rows2,), written
+    Out3,  # (rows3,), written
     Residual,  # (rows,), read if THEN is "add"
     After,  # (rows,), written if there is a THEN
-    rows, rows1, rows2, factor,
+    rows, rows1, rows2, rows3, factor,
     PARTS: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HAS_BIAS: tl.constexpr,
     THEN: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -58,11 +61,12 @@ def linear_kernel(
     tile = tl.program_id(0)
     second = tl.cdiv(rows, BLOCK_N)
     third = second + tl.cdiv(rows1, BLOCK_N)
-    none = tile.to(tl.int64) * 0
-    row = (tile - of_tile(tile, second, third, 0, second, third, PARTS)).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    fourth = third + tl.cdiv(rows2, BLOCK_N)
+    begins = (second, third, fourth)
+    row = (tile - of_tile(tile, begins, (0, second, third, fourth), PARTS)).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs = tl.arange(0, BLOCK_K)
-    live = row < of_tile(tile, second, third, rows, rows1, rows2, PARTS)
-    start = of_tile(tile, second, third, none, distance(Weight, Weight1), distance(Weight, Weight2), PARTS) + row * SIZE
+    live = row < of_tile(tile, begins, (rows, rows1, rows2, rows3), PARTS)
+    start = offset(tile, begins, Weight, Weight1, Weight2, Weight3, PARTS) + row * SIZE
     if PARTS > 1:
         start = tl.multiple_of(start, 8)
     weights = Weight + start[:, None] + offs[None, :]
@@ -82,13 +86,13 @@ def linear_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
-        bias = of_tile(tile, second, third, none, distance(Bias, Bias1), distance(Bias, Bias2), PARTS)
+        bias = offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS)
         y += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)
     y = y.to(Out.dtype.element_ty)
-    out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)
+    out = offset(tile, begins, Out, Out1, Out2, Out3, PARTS)
     tl.store(Out + out + row, y, mask=live)
     if THEN != "":
-        live = row < of_tile(tile, second, third, rows, 0, 0, PARTS)
+        live = row < of_tile(tile, begins, (rows, 0, 0, 0), PARTS)
         tl.store(After + row, followed(y, residual, factor, THEN).to(Out.dtype.element_ty), mask=live)
 
 
@@ -215,7 +219,7 @@ def linear_and_sum(
 
 
 def linears(x: torch.Tensor, weights: Tensors, biases: Tensors = ()) -> Tensors | None:
-    """`linear` for up to three weights, with as many biases or none, in one launch.
+    """`linear` for up to four weights, with as many biases or none, in one launch.
 
     On Hopper several weights also take 65 to 128 tokens.
     """
@@ -267,7 +271,7 @@ def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then
     block_k = min(MAX_BLOCK, max(16, triton.next_power_of_2(size)))
     if not act:
         kernel, own = linear_kernel, {"HAS_BIAS": has_bias, "THEN": then, "factor": factor, "PARTS": len(rows)}
-        own |= dict(zip(("rows", "rows1", "rows2"), (*rows, 0, 0), strict=False))
+        own |= linear_rows.numbers(rows)
         block_n = max(4, 4096 // block_k)
         # For long rows half as many warps: more programs fit and hide each other's start and end.
         warps = block_n * block_k // (2048 if size > 2 * MAX_BLOCK else 1024)
@@ -289,7 +293,7 @@ def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then
         after: torch.Tensor | None = None,
     ) -> None:
         if not act:
-            run(x, *three(weights), *three(biases or weights), *three(outs), residual, after)
+            run(x, *four(weights), *four(biases or weights), *four(outs), residual, after)
         else:
             run(x, *weights, *outs)
 

@@ -1,6 +1,6 @@
 """Linear layers on 2 to 64 tokens, several weights together on up to 128: each weight is read once, at memory bandwidth.
 
-    y = x W^T + b   for up to three weights in one launch, or for a gated MLP   y = act(x W^T) * (x U^T)
+    y = x W^T + b   for up to four weights in one launch, or for a gated MLP   y = act(x W^T) * (x U^T)
 
 A tile is BLOCK_N rows of a weight, in the gated form half of W and half the same rows of U, and x^T is the second operand.
 Each tile is divided into equal splits of the in_features. The program that finishes a tile last adds their sums in the order
@@ -28,7 +28,7 @@ from ..host.overlap import early, let_next_begin, request, wait_for_inputs
 
 MAX_TOKENS = 64
 MAX_FUSED_TOKENS = 128  # of several weights in one launch on Hopper; with one weight cuBLAS is faster
-MAX_WEIGHTS = 3
+MAX_WEIGHTS = 4
 MULTIPLE = 16  # in_features must be a multiple, so that 16 bytes are loaded at once
 Tensors = tuple[torch.Tensor, ...]
 
@@ -93,13 +93,19 @@ def distance(a, b):
 
 
 @triton.jit
-def of_tile(tile, second, third, a, b, c, PARTS: tl.constexpr):
-    """a, b or c for a tile of the first, second or third weight. second, third: the first tiles of these."""
-    if PARTS == 3:
-        b = tl.where(tile < third, b, c)
-    if PARTS > 1:
-        a = tl.where(tile < second, a, b)
-    return a
+def of_tile(tile, begins, values, PARTS: tl.constexpr):
+    """The value for the weight of a tile. begins: the first tiles of the second weight to the fourth; values: of all four."""
+    value = values[0]
+    for i in tl.static_range(1, PARTS):
+        value = tl.where(tile < begins[i - 1], value, values[i])
+    return value
+
+
+@triton.jit
+def offset(tile, begins, A, A1, A2, A3, PARTS: tl.constexpr):
+    """The number of 16-bit elements from A to that pointer which belongs to the weight of a tile."""
+    none = tile.to(tl.int64) * 0
+    return of_tile(tile, begins, (none, distance(A, A1), distance(A, A2), distance(A, A3)), PARTS)
 
 
 @triton.jit
@@ -146,18 +152,21 @@ def linear_rows_kernel(
     X,  # (tokens, size)
     Weight,  # (rows, size)
     Weight1,  # (rows1, size), from two PARTS on; with ACT (rows, size): up
-    Weight2,  # (rows2, size), with three PARTS
+    Weight2,  # (rows2, size), from three PARTS on
+    Weight3,  # (rows3, size), with four PARTS
     Bias,  # (rows,), read with HAS_BIAS
     Bias1,  # (rows1,)
     Bias2,  # (rows2,)
+    Bias3,  # (rows3,)
     Out,  # (tokens, rows), written
     Out1,  # (tokens, rows1), written
     Out2,  # (tokens, rows2), written
+    Out3,  # (tokens, rows3), written
     Residual,  # (tokens, rows), read if THEN is "add"
     After,  # (tokens, rows), written if there is a THEN
     Partial,  # (tiles, SPLITS, BLOCK_N, BLOCK_M), fp32, written and read with several SPLITS
     Counter,  # (tiles,), int32, 0 between launches
-    tokens, rows, rows1, rows2, size, split_size, factor,
+    tokens, rows, rows1, rows2, rows3, size, split_size, factor,
     PARTS: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, THEN: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -171,14 +180,15 @@ def linear_rows_kernel(
     seen = token[None, :] < tokens
     second = tl.cdiv(rows, BLOCK_N)
     third = second + tl.cdiv(rows1, BLOCK_N)
-    none = tile.to(tl.int64) * 0
-    rows_of = of_tile(tile, second, third, rows, rows1, rows2, PARTS)
+    fourth = third + tl.cdiv(rows2, BLOCK_N)
+    begins = (second, third, fourth)
+    rows_of = of_tile(tile, begins, (rows, rows1, rows2, rows3), PARTS)
     if ACT != "":
         row = tile * (BLOCK_N // 2) + n % (BLOCK_N // 2)
         start = tl.where(n < BLOCK_N // 2, 0, distance(Weight, Weight1))
     else:
-        row = (tile - of_tile(tile, second, third, 0, second, third, PARTS)) * BLOCK_N + n
-        start = of_tile(tile, second, third, none, distance(Weight, Weight1), distance(Weight, Weight2), PARTS)
+        row = (tile - of_tile(tile, begins, (0, second, third, fourth), PARTS)) * BLOCK_N + n
+        start = offset(tile, begins, Weight, Weight1, Weight2, Weight3, PARTS)
     start += tl.minimum(row, rows_of - 1).to(tl.int64) * size
     offs_k = tl.program_id(1) * split_size + tl.arange(0, BLOCK_K)
     w_ptrs = Weight + tl.multiple_of(start, 8)[:, None] + offs_k[None, :]
@@ -211,13 +221,13 @@ def linear_rows_kernel(
         else:
             live = row < rows_of
             if HAS_BIAS:
-                bias = of_tile(tile, second, third, none, distance(Bias, Bias1), distance(Bias, Bias2), PARTS)
+                bias = offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS)
                 acc += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)[:, None]
-            out = of_tile(tile, second, third, none, distance(Out, Out1), distance(Out, Out2), PARTS)  # of new, aligned tensors
+            out = offset(tile, begins, Out, Out1, Out2, Out3, PARTS)  # of new, aligned tensors
             offs, y = token[None, :] * rows_of + row[:, None], acc.to(dtype)
             tl.store(Out + out // 8 * 8 + offs, y, mask=live[:, None] & seen)
             if THEN != "":
-                live = row < of_tile(tile, second, third, rows, 0, 0, PARTS)
+                live = row < of_tile(tile, begins, (rows, 0, 0, 0), PARTS)
                 tl.store(After + offs, followed(y, residual, factor, THEN).to(dtype), mask=live[:, None] & seen)
 
 
@@ -249,9 +259,14 @@ def aligned(weights: Tensors) -> bool:
     return all(weight.data_ptr() % 16 == 0 for weight in weights)
 
 
-def three(tensors: Tensors) -> Tensors:
+def four(tensors: Tensors) -> Tensors:
     """The tensors, and the first one in place of missing ones, which are not read."""
     return (*tensors, *tensors[:1] * (MAX_WEIGHTS - len(tensors)))
+
+
+def numbers(rows: list[int]) -> dict[str, int]:
+    """The arguments for the numbers of rows of weights."""
+    return dict(zip(("rows", "rows1", "rows2", "rows3"), (*rows, 0, 0, 0), strict=False))
 
 
 def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then: str, factor: float | None) -> Start:
@@ -266,9 +281,7 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then: s
         linear_rows_kernel,
         (number, splits),
         tokens=tokens,
-        rows=rows[0],
-        rows1=rows[1] if len(rows) > 1 else 0,
-        rows2=rows[2] if len(rows) > 2 else 0,
+        **numbers(rows),
         size=size,
         split_size=split_size,
         factor=factor,
@@ -299,6 +312,6 @@ def prepare(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then: s
         if splits > 1:
             partial, counter = x.new_empty(sums, dtype=torch.float32), counters_of(x.device)
         others = (x if residual is None else residual, x if after is None else after, partial, counter)
-        run(x, *three(weights), *three(biases or weights), *three(outs), *others)
+        run(x, *four(weights), *four(biases or weights), *four(outs), *others)
 
     return start

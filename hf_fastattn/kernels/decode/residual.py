@@ -1,6 +1,6 @@
 """Residual additions with the norms before and after them in one launch: each line is optional.
 
-    y = x summed over ranks;  y = norm(y);  y = y * factor;  y = y + first;  y = y + second;  out = norm(y)
+    y = x summed over ranks;  y = norm(y);  y = y * factor, or y * sigmoid(gate);  y = y + first;  y = y + second;  out = norm(y)
 
 Alone, these take less time than the gap between two launches. Weights are read before the wait for the previous launch
 (`host.overlap`), so it is only for decode graphs, whose launches write no weights.
@@ -39,6 +39,7 @@ class Normed(NamedTuple):
 class Chain(NamedTuple):
     """x and the operations on it in their order, with the tensors for their results. All are contiguous and have x's shape.
 
+    gate: logits of each element or of each row, and the tensor for their sigmoid, by which x is multiplied in place of factor.
     peers: the memory of the ranks over which x is summed first, in place; None: no sum.
     """
 
@@ -48,6 +49,7 @@ class Chain(NamedTuple):
     scaled: torch.Tensor | None = None  # the result of the product; None: no product
     sums: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()  # at most two (residual, result)
     peers: Peers | None = None
+    gate: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def out(self) -> torch.Tensor:
@@ -67,6 +69,8 @@ def residual_kernel(
     BeforeWeight,  # (SIZE,) or None
     BeforeBias,  # (SIZE,) or None
     Before,  # (rows, SIZE), written, or None
+    Gate,  # (rows,), with WIDE (rows, SIZE), or None
+    Sigmoid,  # (rows,), with WIDE (rows, SIZE), written, or None
     Scaled,  # (rows, SIZE), written, or None
     First,  # (rows, SIZE) or None
     FirstSum,  # (rows, SIZE), written, or None
@@ -78,8 +82,8 @@ def residual_kernel(
     rows, eps_before, factor, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BEFORE_CENTRED: tl.constexpr, BEFORE_LATE: tl.constexpr,
     BEFORE_ONE: tl.constexpr, CENTRED: tl.constexpr, LATE: tl.constexpr, ONE: tl.constexpr, ONE_ROW: tl.constexpr,
-    TWICE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr, LIMIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    WIDE: tl.constexpr, TWICE: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PEER_BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per BLOCK_M rows. A result that is None is not computed."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -97,6 +101,10 @@ def residual_kernel(
     if not ONE_ROW:
         let_next_begin(EARLY)
     x = tl.load(X + at, mask=mask, other=0.0)
+    if Gate is not None:
+        gate_at = at if WIDE else row
+        gate_mask = mask if WIDE else row < rows
+        gate = tl.load(Gate + gate_at, mask=gate_mask, other=0.0)
     # All loads come before the first store, for which a later one would wait.
     if FirstSum is not None:
         first = tl.load(First + at, mask=mask, other=0.0)
@@ -112,6 +120,10 @@ def residual_kernel(
         x = tl.where(mask, x, 0.0)
         tl.store(Before + at, x, mask=mask)
     if Scaled is not None:
+        if Gate is not None:
+            factor = (1.0 / (1.0 + tl.exp(-gate.to(tl.float32)))).to(x.dtype)
+            tl.store(Sigmoid + gate_at, factor, mask=gate_mask)
+            factor = factor.to(tl.float32)
         x = (x.to(tl.float32) * factor).to(x.dtype)
         tl.store(Scaled + at, x, mask=mask)
     if FirstSum is not None:
@@ -159,6 +171,7 @@ def run(chain: Chain, after: Normed | None = None) -> None:
         chain.x,
         *((None, None) if peers is None else (peers.addresses, peers.counts)),
         *(first.weight, first.bias, first.out),
+        *(chain.gate or (None, None)),
         chain.scaled,
         *(residual, total, second, second_total),
         *(last.weight, last.bias, last.out),
@@ -177,7 +190,7 @@ def _prepare(
     after: tuple[bool, bool, str],
     ranks: tuple[int, int, int],
 ) -> launch.Launch:
-    x = tensors[0]
+    x, gate = tensors[0], tensors[6]
     assert x is not None
     return row_launch(
         residual_kernel,
@@ -192,6 +205,7 @@ def _prepare(
         LATE=after[1],
         ONE=after[2],
         ONE_ROW=x.numel() == x.shape[-1] and ranks[1] == 1,
+        WIDE=gate is not None and gate.numel() == x.numel(),
         TWICE=ranks[1] > 2 and x.nbytes >= MANY_BYTES,
         RANK=ranks[0],
         WORLD=ranks[1],

@@ -3,11 +3,12 @@ and keys with their norms and with the append of K and V, linear layers with an 
 choice of experts with their first launch.
 
 The launch of an addition or a norm is delayed until the next operation. If that is an addition or a norm of its result, both are
-one launch (`kernels.decode.residual`). The launch of a rotation is delayed until its keys are appended (`kernels.decode.rope`).
-The launch of a linear layer, or of several together, is delayed until the next operation. If that is an activation of the first
-result, or its product with a number, both are one launch (`kernels.decode.linear`). The launch of a choice of experts is delayed
-until they run (`kernels.decode.experts`). Before any other operation what is delayed runs. So the model's own code decides what
-is computed, in every family, and all its results are stored.
+one launch (`kernels.decode.residual`), which may begin with a sigmoid and a product with it. The launch of a rotation is delayed
+until its keys are appended (`kernels.decode.rope`). The launch of a linear layer, or of several together, is delayed until the
+next operation. If that is an activation of the first result, or its product with a number, both are one launch
+(`kernels.decode.linear`). The launch of a choice of experts is delayed until they run (`kernels.decode.experts`). Before any
+other operation what is delayed runs. So the model's own code decides what is computed, in every family, and all its results are
+stored.
 
 Operations of torch are seen by a dispatch mode, launches of this package by `launch.before`. Kernels that others launch without
 an operation of torch are not seen. Therefore only models that consist of modules of torch and Transformers' model files run in
@@ -152,6 +153,7 @@ class _Delayed(TorchDispatchMode):
         self.delays = True  # except in `apart`
         self.chain: residual.Chain | None = None
         self.first: residual.Chain | None = None  # a norm alone, which the chain does not read
+        self.sigmoid: tuple[torch.Tensor, torch.Tensor] | None = None  # its logits and result; then there is no chain
         self.rotation: rope.Rotation | None = None  # then there is no chain
         self.layers: linear.Layers | route.Choice | None = None  # then there is no rotation, and no chain that they read
 
@@ -178,6 +180,12 @@ class _Delayed(TorchDispatchMode):
                     return self._add(*args)
             elif func is _aten.mul.Tensor and type(args[1]) in (int, float) and self.kernel.fits(args[0]):
                 return self._mul(*args)
+            elif func is _aten.mul.Tensor and (gated := self._gated(*args)) is not None:
+                return gated
+        elif func is _aten.sigmoid.default and subclass.has_kernels(args[0]) and self.kernel.fits(args[0]):
+            self.flush()
+            self.sigmoid = args[0], torch.empty_like(args[0])
+            return self.sigmoid[1]
         self._before(tree_leaves((args, kwargs)))
         return func(*args, **kwargs)
 
@@ -195,6 +203,18 @@ class _Delayed(TorchDispatchMode):
             self.flush()
             self.chain = self.kernel.Chain(x)
         self.chain = self.chain._replace(factor=float(factor), scaled=torch.empty_like(x))
+        return self.chain.out
+
+    def _gated(self, a: torch.Tensor, b: object) -> torch.Tensor | None:
+        """The product with the delayed sigmoid, which has an element for each one or each row; None if neither is it."""
+        if self.sigmoid is None or not isinstance(b, torch.Tensor) or _storage(a) == _storage(b):
+            return None
+        gate, x = self.sigmoid[1], b if a is self.sigmoid[1] else a
+        fits = gate.shape in (x.shape, (*x.shape[:-1], 1)) and (gate.dtype, gate.device) == (x.dtype, x.device)
+        if not (a is gate or b is gate) or not fits or not self.kernel.fits(x):
+            return None
+        chain, self.sigmoid = self.kernel.Chain(x, gate=self.sigmoid), None
+        self.chain = chain._replace(scaled=torch.empty_like(x))
         return self.chain.out
 
     def linears(self, x: torch.Tensor, weights: linear.Tensors, biases: linear.Tensors = ()) -> linear.Tensors | None:
@@ -332,7 +352,8 @@ class _Delayed(TorchDispatchMode):
         for chain in (self.first, self.chain):
             if chain is not None:
                 summed = chain.x if chain.peers is not None else None
-                outs += [summed, chain.before and chain.before.out, chain.scaled, *(out for _, out in chain.sums)]
+                outs += [summed, chain.before and chain.before.out, chain.gate and chain.gate[1], chain.scaled]
+                outs += [out for _, out in chain.sums]
         return any(out is not None and _storage(out) == _storage(x) for out in outs)
 
     def _append(self, kv: KV, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor, live: torch.Tensor | None) -> bool:
@@ -350,24 +371,24 @@ class _Delayed(TorchDispatchMode):
         chains = [chain for chain in (self.first, self.chain) if chain is not None]
         ours = {_storage(t) for chain in chains for t in (chain.x, chain.out)}
         apart = all(_is_norm(chain) and chain.x.dim() == 4 for chain in chains)
-        if self.rotation is not None or (
-            chains
-            and not (apart and all(_is_plain(t) and _storage(t) not in ours for t in tensors if isinstance(t, torch.Tensor)))
-        ):
+        apart = apart and all(_is_plain(t) and _storage(t) not in ours for t in tensors if isinstance(t, torch.Tensor))
+        if self.rotation is not None or self.sigmoid is not None or (chains and not apart):
             self.flush()
 
     def flush(self) -> None:
         """Launch what is delayed."""
         self._launch_layers()
-        first, chain, rotation = self.first, self.chain, self.rotation
-        self.first = self.chain = self.rotation = None
+        first, chain, rotation, sigmoid = self.first, self.chain, self.rotation, self.sigmoid
+        self.first = self.chain = self.rotation = self.sigmoid = None
+        if sigmoid is not None:
+            torch.sigmoid(sigmoid[0], out=sigmoid[1])
         if rotation is not None:
             rotation.launch()
         if first is not None:
             self.kernel.run(first)
         if chain is None:
             return
-        alone = chain.peers is None and chain.before is None
+        alone = chain.peers is None and chain.before is None and chain.gate is None
         if alone and chain.scaled is not None and not chain.sums:
             torch.mul(chain.x, chain.factor, out=chain.scaled)
         elif alone and chain.scaled is None and len(chain.sums) == 1:

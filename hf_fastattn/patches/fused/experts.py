@@ -21,7 +21,7 @@ from ... import hf
 from ...attention import step as steps
 from ...kernels import HAS_TRITON, mixture
 from . import delayed as merged
-from . import subclass
+from . import linears, subclass
 from .subclass import Forward
 
 PREFIX = "hf_fastattn:"
@@ -155,7 +155,7 @@ def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torc
     logits = None
     if kind.form == "sigmoid":
         x, weight = x.float(), weight.float()
-    elif steps.captured():
+    elif steps.captured() and (logits := linears.projected(router, x)) is None:
         logits = product.linear(x, weight, bias)
     if logits is None:
         logits = linear(x, weight, bias)

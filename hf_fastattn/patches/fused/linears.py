@@ -1,12 +1,12 @@
 """Linear layers and MLPs of one model:
 
 - the product in the MLP in place: two tensors of the MLP's width at once instead of three, the peak memory of a long prompt;
-- in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`, in one launch each; a gated pair, and the
-  projections of queries, keys and values, in one launch together, on Hopper also up to 128 tokens. A launch may also compute an
+- in a decode graph of up to 64 tokens, linear layers by `kernels.decode.linear`, in one launch each; a gated pair, and
+  projections of one input (`PROJECTIONS`), in one launch together, on Hopper also up to 128 tokens. A launch may also compute an
   operation on a result (merged.py).
 
-The projections are computed together when their attention layer begins. Each of them then returns its result if it is called with
-the input of the layer; otherwise the layer's projections are computed one by one from then on.
+The projections are computed together when their attention layer, linear layer or mixture begins. Each of them then returns its
+result if it is called with the input of the layer; otherwise the layer's projections are computed one by one from then on.
 """
 
 from __future__ import annotations
@@ -25,13 +25,18 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ... import hf
 from ...attention import step as steps
-from ...kernels import checks
+from ...kernels import checks, mixture
+from ...kernels.host import gpu
 from . import delayed as merged
 from . import subclass
 from .subclass import Forward
 
-# Of attention layers, and of the linear layers of Qwen3.5, of which a fourth one is small.
-PROJECTIONS = ("q_proj", "k_proj", "v_proj"), ("in_proj_qkv", "in_proj_z", "in_proj_b")
+PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # of the linear layers of Qwen3.5
+    ("in_proj_qkvz", "in_proj_ba"),  # and of Qwen3-Next
+    ("gate", "shared_expert_gate"),  # of the mixtures of Qwen: a router, and the layer with the logit of its shared expert
+)
 
 
 _SILU = torch.nn.SiLU()  # of MLPs that call the function
@@ -142,7 +147,7 @@ def linear(forward: types.FunctionType) -> Forward:
     def layer(self: torch.nn.Linear, input: torch.Tensor) -> Any:
         if torch.compiler.is_compiling():
             return forward(self, input)
-        out = _projected(self, input)
+        out = projected(self, input)
         if out is None and _runs_our_linear(input, self):
             out = _linear_and_sum(self, input)
             if out is None:
@@ -212,11 +217,11 @@ def join(model: torch.nn.Module) -> list[torch.nn.Module]:
     return joined
 
 
-def _projections(attention: torch.nn.Module) -> list[torch.nn.Linear]:
-    """The fused projections of an attention or linear layer; none if another module takes the place of one."""
+def _projections(attention: torch.nn.Module) -> list[Any]:
+    """The fused projections of an attention layer, a linear one or a mixture; none if another module takes the place of one."""
     for names in PROJECTIONS:
         found = [attention._modules.get(name) for name in names]
-        layers = [layer for layer in found if isinstance(layer, torch.nn.Linear) and _is_ours(layer)]
+        layers: list[Any] = [layer for layer in found if layer is not None and _is_ours(layer)]
         if len(layers) == len(found):
             return layers
     return []
@@ -225,17 +230,17 @@ def _projections(attention: torch.nn.Module) -> list[torch.nn.Linear]:
 def attention(forward: types.FunctionType) -> Forward:
     @functools.wraps(forward)
     def layer(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        projected = None
+        given = None
         if not torch.compiler.is_compiling() and steps.captured() and self not in _apart:
-            projected = _project(self, args[0] if args else kwargs.get("hidden_states"))
-        if projected is None:
+            given = _project(self, args[0] if args else kwargs.get("hidden_states"))
+        if given is None:
             return forward(self, *args, **kwargs)
-        _thread.projected.append(projected)
+        _thread.projected.append(given)
         try:
             return forward(self, *args, **kwargs)
         finally:
             _thread.projected.pop()
-            if projected.results:
+            if given.results:
                 _apart.add(self)
 
     return layer
@@ -246,6 +251,8 @@ def _project(attention: torch.nn.Module, x: Any) -> _Projected | None:
     layers = _projections(attention)
     if not layers or not isinstance(x, torch.Tensor) or not _runs_our_linear(x, *layers):
         return None
+    if not isinstance(layers[0], torch.nn.Linear) and x.numel() > mixture.MAX_TOKENS * x.shape[-1]:
+        return None  # a router with so many tokens runs its own code
     parts = [hf.parts_of(layer) for layer in layers]
     biases = tuple(bias for _, bias in parts if bias is not None)
     if len(biases) not in (0, len(layers)):
@@ -256,12 +263,19 @@ def _project(attention: torch.nn.Module, x: Any) -> _Projected | None:
     return _Projected(x, _version(x), {id(layer): out for layer, out in zip(layers, results, strict=True)})
 
 
-def _projected(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """The result of this layer for x if it is already computed. It is returned once."""
-    projected = _thread.projected[-1] if _thread.projected else None
-    if projected is None or projected.x is not x or projected.version != _version(x):
+def projected(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """The result of this layer for x, in any shape, if it is already computed. It is returned once."""
+    given = _thread.projected[-1] if _thread.projected else None
+    if given is None or not _is_same(given.x, x) or given.version != _version(x):
         return None
-    return projected.results.pop(id(layer), None)
+    out = given.results.pop(id(layer), None)
+    return None if out is None else out.view(*x.shape[:-1], -1)
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors, of which a is contiguous, have the same elements in rows of the same length."""
+    same = (gpu.address_of(a), a.dtype, a.numel(), a.shape[-1]) == (gpu.address_of(b), b.dtype, b.numel(), b.shape[-1])
+    return a is b or (same and b.is_contiguous())
 
 
 def _version(x: torch.Tensor) -> int | None:
