@@ -367,6 +367,17 @@ def test_an_unchanged_model_is_read_once(inputs, monkeypatch, model):
         assert len(reads) == 6 and patch.captures == 2
 
 
+def test_idle_buffers_are_no_part_of_a_model(inputs, model):
+    """The hook that frees them for training refers to their pool."""
+    with hf_fastattn.patch(model):
+        last = Last()
+        for rows in (1, 2):
+            generate(model, {"inputs": inputs["input_ids"].expand(rows, -1)}, max_new_tokens=1)
+            assert last.snapshot is None or last.snapshot.tensors(model)
+            last.current(model)
+        assert len(last.snapshot.memory) == len(read(model).tensors)
+
+
 def test_tensors_of_subclasses_and_what_the_code_of_a_user_refers_to(model):
     held, layer, stored = {"by": 1.0}, model.model.layers[0], torch.randn(64, 64)
     layer.mlp = Steer(layer.mlp, lambda steer: held["by"], None)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ... import hf
+from ...caches import forward
 from .path import all_of
 from .state import PLAIN, SCALARS, Reader, State, Uncapturable, check_hooks, ignored, read, settings_of
 
@@ -86,7 +87,7 @@ class _Snapshot:
         self.keys = [*_flat(groups)]
         self.plain = [type(value) in PLAIN and not reader.is_number(value) for value in values]
         self.fixed = [
-            plain or type(value) in SCALARS or isinstance(value, torch.nn.Module)
+            plain or type(value) in SCALARS or isinstance(value, torch.nn.Module) or forward.is_ours(value)
             for plain, value in zip(self.plain, values, strict=True)
         ]
         self.weak = [_has_weakref(value) for value in values]

@@ -17,7 +17,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -239,9 +240,9 @@ class Reader:
     def _inside(self, value: Any) -> object:
         kind = type(value)
         if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-            return kind, *map(self.value, value)
+            return kind, *self._each(value)
         if isinstance(value, Mapping):
-            return kind, *((self.value(key), self.value(item)) for key, item in value.items())
+            return kind, *self._each(chain.from_iterable(value.items()))
         if isinstance(value, functools.partial):
             return self.value(value.func), self.value(value.args), self.value(value.keywords)
         if kind in _RUNS:
@@ -271,7 +272,10 @@ class Reader:
         found = [*inside.items(), *((name, getattr(value, name, None)) for name in slots)]
         if self.follows:
             self.value(kind)
-        return _same(value), *((name, self.value(item)) for name, item in found if name != "_name_or_path")
+        return _same(value), *self._each(chain.from_iterable(each for each in found if each[0] != "_name_or_path"))
+
+    def _each(self, values: Iterable[Any]) -> list[object]:
+        return [each if type(each) in SCALARS and each == each else self.value(each) for each in values]
 
     def is_number(self, tensor: torch.Tensor) -> bool:
         """Whether launches take the value of a tensor on the host, not its address."""
