@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from . import hf
 from .attention.linear import NAME, LinearMap, teaching
 from .caches.linear import check_kinds
+from .kernels.checks import is_count
 from .kernels.linear_attention import MAPS, features, weights
 from .patches.graphs.state import MARK
 
@@ -65,7 +65,7 @@ def distill(
     if MARK in vars(model):
         raise ValueError("This model is patched, and distill() changes its modules. Call hf_fastattn.unpatch(model) before.")
     for name, value in (("tokens", tokens), ("epochs", epochs)):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        if not is_count(value) or value < 1:
             raise ValueError(f"{name} must be an integer, at least 1; got {value!r}.")
     check_kinds(model.config)
     given = [_ids(text, tokenizer)[:, :tokens].to(model.device) for text in texts]

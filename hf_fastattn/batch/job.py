@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from ..caches import paged
 from ..caches.layers import free_bytes
 from ..caches.paged import GROUP, PagedStorage, windows_of
 from ..caches.pages import Pool, check_size
+from ..kernels.checks import is_count
 from .loop import KEEP, Loop
 from .pick import Picker
 from .requests import CHILD, BatchError, Row
@@ -101,7 +101,7 @@ def read_prompts(inputs: Any, vocabulary: int) -> list[list[int]]:
     prompts: list[list[int]] = []
     for index, ids in enumerate(inputs):
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
+        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(is_count(token) for token in ids):
             raise TypeError(f"{_TAKES}; prompt {index} is {ids!r:.60}.")
         if not ids:
             raise ValueError(f"Prompt {index} is empty. A text is generated from at least one token, such as bos_token_id.")
@@ -150,7 +150,7 @@ def limits_of(model: hf.PreTrainedModel, asked: Asked, prompts: list[list[int]],
         raise ValueError(f"max_new_tokens has {len(each)} numbers for {len(prompts)} prompts. Pass one number, or one for each.")
     new = [asked.limit(len(ids)) for ids in prompts] if each is None else each
     for index, count in enumerate(new):
-        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+        if not is_count(count) or count < 1:
             raise ValueError(f"max_new_tokens counts new tokens: an integer, at least 1; got {count!r} for prompt {index}.")
     longest = max(map(lambda ids, count: len(ids) + count, prompts, new))
     name = type(model).__name__
@@ -215,7 +215,7 @@ def room_for(rows: list[Row], model: hf.PreTrainedModel) -> list[int]:
 
 def _given(batching: hf.ContinuousBatchingConfig | None, name: str) -> Any:
     value = getattr(batching, name, None)
-    whole = name == "max_memory_percent" or isinstance(value, Integral)
+    whole = name == "max_memory_percent" or is_count(value)
     if value is not None and not (whole and value > 0):
         raise ValueError(
             f"{name} of the ContinuousBatchingConfig must be {'' if whole else 'an integer '}above 0; got {value!r}."
