@@ -5,9 +5,8 @@ Source: Zhang et al., "The Hedgehog & the Porcupine: Expressive Linear Attention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from . import hf
 from .attention.linear import NAME, LinearMap, teaching
 from .caches.linear import check_kinds
+from .kernels.checks import is_count
 from .kernels.linear_attention import MAPS, features, weights
 from .patches.graphs.state import MARK
 
@@ -65,9 +65,11 @@ def distill(
     if MARK in vars(model):
         raise ValueError("This model is patched, and distill() changes its modules. Call hf_fastattn.unpatch(model) before.")
     for name, value in (("tokens", tokens), ("epochs", epochs)):
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        if not is_count(value) or value < 1:
             raise ValueError(f"{name} must be an integer, at least 1; got {value!r}.")
     check_kinds(model.config)
+    if isinstance(texts, str | Mapping):
+        raise TypeError(f"distill() takes a list of texts; got a {type(texts).__name__}. Put one text into a list.")
     given = [_ids(text, tokenizer)[:, :tokens].to(model.device) for text in texts]
     if not given:
         raise ValueError("distill() got no texts. Pass strings with tokenizer=, or ids (rows, tokens).")
@@ -87,7 +89,7 @@ def distill(
             loss.backward()
         of_step.append(loss.detach())
 
-    with _running_linear(model, made), torch.no_grad():
+    with torch.inference_mode(False), _running_linear(model, made), torch.no_grad():
         with teaching(create):
             model.base_model(given[0][:, :1], use_cache=False)  # without the head, whose result nothing needs
         maps: list[LinearMap] = [module for module in model.modules() if isinstance(module, LinearMap)]

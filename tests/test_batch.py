@@ -330,6 +330,8 @@ def test_stop_strings(seen, monkeypatch):
 PROMPTS = {
     "takes a list of prompts, each a list of ids": "text",
     "prompt 1 is 'text'": [[1], "text"],
+    "prompt 0 is b'text'": [b"text"],
+    "prompt 0 is .True": [[True]],
     "Prompt 1 is empty": [[1], []],
     "ids from 1 to 500; the model has those from 0 to 127": [[1, 500]],
 }
@@ -340,8 +342,11 @@ ARGUMENTS = [
     ({"assistant_model": object()}, "does not support 'assistant_model'"),
     ({"stopping_criteria": [object()]}, "does not support 'stopping_criteria'"),
     ({"stop_strings": ["a"]}, "pass tokenizer="),
-    ({"prefill_chunk_size": -3}, "prefill_chunk_size must be at least 1; got -3"),
-    ({"num_return_sequences": -1}, "num_return_sequences must be at least 1; got -1"),
+    ({"prefill_chunk_size": -3}, "prefill_chunk_size must be an integer, at least 1; got -3"),
+    ({"num_return_sequences": -1}, "num_return_sequences must be an integer, at least 1; got -1"),
+    ({"prefill_chunk_size": 2.5}, "prefill_chunk_size must be an integer, at least 1; got 2.5"),
+    ({"generation_config": {"top_k": 3}}, "generation_config is a GenerationConfig or None; got a dict"),
+    ({"continuous_batching_config": {}}, "is a ContinuousBatchingConfig or None; got a dict"),
     ({"continuous_batching_config": sizes(page=48)}, "got page_size=48"),
     ({"continuous_batching_config": sizes(num_blocks=2.5)}, "must be an integer above 0; got 2.5"),
     ({"generation_config": options(continuous_batching_config=sizes(page=48))}, "got page_size=48"),
@@ -406,6 +411,13 @@ def test_refused_models():
         model.config.cross_attention_layers = [1]  # as in Mllama
         with pytest.raises(ValueError, match="has layers that attend to an image"):
             model.generate_batch([[5, 6]], options(), sizes())
+
+
+def test_a_processor_that_returns_another_dtype(seen):
+    model, texts = tiny("llama", "eager"), ragged()[:2]
+    expected = alone(model, texts)
+    with hf_fastattn.patch(model):
+        assert tokens(model.generate_batch(texts, options(), logits_processor=[lambda _, scores: scores.double()])) == expected
 
 
 def test_copies_and_a_call_in_a_call(seen):

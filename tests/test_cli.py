@@ -235,7 +235,7 @@ def test_every_command_has_help(capsys, command):
     ("arguments", "sentence"),
     [
         (["explain", "8b", "--gpu", "h900"], "hf-fastattn explain: Unknown GPU 'h900'; known: a100"),
-        (["explain", "8b", "--length", "0"], "explain: --length must be at least 1; got 0."),
+        (["explain", "8b", "--length", "0"], "explain: --length must be an integer, at least 1; got 0."),
         (["explain", "8b", "--sinks", "4"], "--window, --sinks and clamp_positions are for"),
         (["explain", "8b", "--gguf-file", "x"], "'8b' is a named shape and has no files; leave out --gguf-file."),
         (

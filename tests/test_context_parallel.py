@@ -288,6 +288,11 @@ def test_gradients_of_ring_attention_on_one_rank(one_rank):
     assert max(train_around(0, 1).values()) < 1e-4
 
 
+def test_a_rank_outside_of_the_group_is_refused(one_rank):
+    with pytest.raises(ValueError, match="Rank 0 is not in the group"):
+        ring_attention(*text(8), dist.GroupMember.NON_GROUP_MEMBER)
+
+
 def test_second_derivatives_of_ring_attention_are_refused(one_rank):
     q, k, v = (x.requires_grad_() for x in text(8))
     with pytest.raises(RuntimeError, match="no second derivatives"):
@@ -299,6 +304,7 @@ def test_ring_attention_refuses_what_it_does_not_support():
     for error, match, tensors, options in (
         (ValueError, "as many queries as it has keys", (q[:, :, :4], k, v), {}),
         (ValueError, "A window needs causal=True", (q, k, v), {"causal": False, "window": 4}),
+        (ValueError, "an integer, at least 1; got .* window=4.5", (q, k, v), {"window": 4.5}),
         (ValueError, "must have one dtype", (q, k, v.half()), {}),
         (ValueError, "q, k and v must be 4-D", (q[0], k[0], v[0]), {}),
         (ValueError, "agree in batch and head_dim", (q, k[:1], v[:1]), {}),

@@ -336,6 +336,11 @@ def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs, 
         hf_fastattn.distill(model, [])
     with pytest.raises(TypeError, match="no tokenizer"):
         hf_fastattn.distill(model, ["a text"])
+    with pytest.raises(TypeError, match="a list of texts; got a str"):  # whose letters are texts, too
+        hf_fastattn.distill(model, "a text", tokenizer=lambda *_, **__: {"input_ids": texts[0]})
+    monkeypatch.setattr(distillation, "cross_entropy", loss)
+    with torch.inference_mode():
+        assert hf_fastattn.distill(fresh, [text + 0 for text in texts], epochs=4) == losses
     tiny("llama").save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="no weights of linear maps"):
         hf_fastattn.load_distilled(tmp_path / "other")

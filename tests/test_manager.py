@@ -97,7 +97,13 @@ def test_streams_and_handlers(model):
             return found
 
         assert asyncio.run(handled()) == [expected[: count + 1] for count in range(len(expected))]
-    assert manager.get_result() is None
+        name = manager.add_request(text)
+        with pytest.raises(RuntimeError, match="no running event loop"):  # the result stays, if it is there
+            manager.register_result_handler(name, print)
+        manager.stop()
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            manager.register_result_handler(name, print)
+    assert manager.get_result(name).generated_tokens == expected and manager.get_result() is None
 
 
 def test_stops_cancels_and_pauses(model):

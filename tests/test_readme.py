@@ -119,6 +119,12 @@ def _batches(model, **options):
         model.generate_batch([[3, 4]], **options)
 
 
+def _without_its_cache(model):
+    model.config.use_cache = model.generation_config.use_cache = False
+    with hf_fastattn.patch(model):
+        _generate(model, past_key_values=hf_fastattn.PreallocatedCache(model))
+
+
 def _paged_streaming():
     model = tiny("llama")
     with hf_fastattn.patch(model, "streaming", window=16):
@@ -181,6 +187,7 @@ REFUSED = {  # a part of the request in a row of the table: code for the request
     "without generate()": lambda: hf_fastattn.patch(tiny("llama", auto=AutoModelForSequenceClassification)),
     "prompt learning": lambda: hf_fastattn.patch(_prompt_learning()),
     "TorchScript": lambda: hf_fastattn.patch(_scripted(tiny("llama"))),
+    "the default of MPT": lambda: _without_its_cache(tiny("llama")),
     "over recurrent states": lambda: hf_fastattn.PreallocatedCache(
         tiny("lfm2", layer_types=["conv", "full_attention"])
     ).storage.crop(1),

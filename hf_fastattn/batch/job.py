@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from ..caches import paged
 from ..caches.layers import free_bytes
 from ..caches.paged import GROUP, PagedStorage, windows_of
 from ..caches.pages import Pool, check_size
+from ..kernels.checks import is_count
 from .loop import KEEP, Loop
 from .pick import Picker
 from .requests import CHILD, BatchError, Row
@@ -101,7 +101,7 @@ def read_prompts(inputs: Any, vocabulary: int) -> list[list[int]]:
     prompts: list[list[int]] = []
     for index, ids in enumerate(inputs):
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
-        if isinstance(ids, str) or not isinstance(ids, Sequence) or not all(isinstance(token, Integral) for token in ids):
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence) or not all(is_count(token) for token in ids):
             raise TypeError(f"{_TAKES}; prompt {index} is {ids!r:.60}.")
         if not ids:
             raise ValueError(f"Prompt {index} is empty. A text is generated from at least one token, such as bos_token_id.")
@@ -113,10 +113,16 @@ def read_prompts(inputs: Any, vocabulary: int) -> list[list[int]]:
     return prompts
 
 
+def check_type(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted | None):
+        raise TypeError(f"{name} is a {wanted.__name__} or None; got a {type(value).__name__}.")
+
+
 def asked_of(model: hf.PreTrainedModel, generation_config: hf.GenerationConfig | None, kwargs: dict[str, Any]) -> Asked:
     """What a call asks for. kwargs: of the call, without max_new_tokens. Raises ValueError, with the reason, for what it would
     ignore."""
     kwargs = dict(kwargs)
+    check_type("generation_config", generation_config, hf.GenerationConfig)
     if kwargs.get("cache_implementation") == "paged":
         raise ValueError(
             "generate(cache_implementation='paged') reads padding as text. Leave it out, or call generate_batch() with a list of "
@@ -134,8 +140,8 @@ def asked_of(model: hf.PreTrainedModel, generation_config: hf.GenerationConfig |
         if (value := getattr(config, name, None)) not in neutral:
             raise ValueError(f"generate_batch() does not support {name}={value!r:.60}. Leave it out, or use generate().")
     for name in ("num_return_sequences", "prefill_chunk_size"):
-        if (value := getattr(config, name) or 1) < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}.")
+        if not is_count(value := getattr(config, name) or 1) or value < 1:
+            raise ValueError(f"{name} must be an integer, at least 1; got {value!r}.")
     if config.stop_strings and known["tokenizer"] is None:
         raise ValueError("stop_strings need the tokenizer: pass tokenizer=... to generate_batch().")
     return Asked(config, limit, known["tokenizer"], known["logits_processor"])
@@ -150,7 +156,7 @@ def limits_of(model: hf.PreTrainedModel, asked: Asked, prompts: list[list[int]],
         raise ValueError(f"max_new_tokens has {len(each)} numbers for {len(prompts)} prompts. Pass one number, or one for each.")
     new = [asked.limit(len(ids)) for ids in prompts] if each is None else each
     for index, count in enumerate(new):
-        if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+        if not is_count(count) or count < 1:
             raise ValueError(f"max_new_tokens counts new tokens: an integer, at least 1; got {count!r} for prompt {index}.")
     longest = max(map(lambda ids, count: len(ids) + count, prompts, new))
     name = type(model).__name__
@@ -178,6 +184,7 @@ def settings_of(
     """The sizes of a job. texts: the most tokens of each text. kinds: of the layers. held: bytes that can be freed for its pages.
     Raises ValueError."""
     batching = getattr(asked.config, "continuous_batching_config", None) if batching is None else batching
+    check_type("continuous_batching_config", batching, hf.ContinuousBatchingConfig)
     size = SIZE if batching is None else hf.page_size_of(batching)
     check_size(size)
     rows = _given(batching, "max_requests_per_batch") or min(MOST_ROWS, len(texts))
@@ -215,7 +222,7 @@ def room_for(rows: list[Row], model: hf.PreTrainedModel) -> list[int]:
 
 def _given(batching: hf.ContinuousBatchingConfig | None, name: str) -> Any:
     value = getattr(batching, name, None)
-    whole = name == "max_memory_percent" or isinstance(value, Integral)
+    whole = name == "max_memory_percent" or is_count(value)
     if value is not None and not (whole and value > 0):
         raise ValueError(
             f"{name} of the ContinuousBatchingConfig must be {'' if whole else 'an integer '}above 0; got {value!r}."

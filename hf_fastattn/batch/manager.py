@@ -12,12 +12,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from numbers import Integral
 from typing import Any
 
 import torch
 
 from .. import hf
+from ..kernels.checks import is_count
 from .loop import Loop
 from .requests import CHILD, Row
 
@@ -253,7 +253,7 @@ class Manager:
         that cannot run, and RuntimeError after the end of the thread."""
         names = None if request_id is None else [request_id]
         ends = None if eos_token_id is None else frozenset(hf.ends_of(eos_token_id))
-        if not isinstance(request_id, str | None) or not all(isinstance(each, Integral) for each in ends or ()):
+        if not isinstance(request_id, str | None) or not all(map(is_count, ends or ())):
             raise TypeError(
                 f"request_id is a string, and eos_token_id a number or a list of them; got {request_id!r} and {eos_token_id!r}."
             )
@@ -320,11 +320,11 @@ class Manager:
 
     def register_result_handler(self, request_id: str, callback: Callable[[hf.GenerationOutput], object]) -> None:
         """Call a function on the running event loop with each result of a request, also with those that are there already."""
-        work = self._work
+        work, events = self._work, asyncio.get_running_loop()  # which raises before results are taken
         with work.changed:
             there = [result for result in work.results if result.request_id == request_id]
             work.results = deque(result for result in work.results if result.request_id != request_id)
-            work.handlers[request_id] = callback, asyncio.get_running_loop()
+            work.handlers[request_id] = callback, events
             for result in there:
                 work.deliver(result)
 

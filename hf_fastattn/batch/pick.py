@@ -89,5 +89,5 @@ class Picker:
             some = scores[at]
             for processor in self.processors(prompt, limit):
                 some = processor(ids, some)
-            out[at] = some
+            out[at] = some.to(out.dtype)  # a processor may return another one
         return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +11,7 @@ import torch
 from .. import hf
 from ..attention import step as steps
 from ..attention.step import EAGER, Step
+from ..kernels.checks import is_count
 from . import eight_bits, saved
 from .layers import Layer, round_up
 from .states import NO_CROP
@@ -133,6 +133,6 @@ class PreallocatedCache(ChangeableCache):
 
 def checked(capacity: int) -> int:
     """A capacity that a caller has given. Raises ValueError unless it is a number of tokens."""
-    if not isinstance(capacity, Integral) or isinstance(capacity, bool) or capacity < 1:
+    if not is_count(capacity) or capacity < 1:
         raise ValueError(f"capacity counts tokens: an integer, at least 1; got {capacity!r}.")
     return int(capacity)

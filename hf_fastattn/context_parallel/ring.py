@@ -124,13 +124,16 @@ def ring_attention(
     of several calls in one order. The gradients of K and V travel in fp32.
 
     The ranks compare all arguments but the contents of q, k and v, for which the host waits, except while a graph is captured.
-    Raises ValueError if they differ, and ValueError or TypeError for arguments that no kernel supports and for a window without
-    causal; second derivatives raise RuntimeError. If one rank raises for its arguments, all of them do.
+    Raises ValueError if they differ and on a rank outside of the group, and ValueError or TypeError for arguments that no kernel
+    supports and for a window without causal; second derivatives raise RuntimeError. If one rank raises for its arguments, all of
+    them do.
 
     Sources: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023), also for the gradients;
     Brandon et al., "Striped Attention" (2023); for zigzag Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2.
     """
     error, alone = None, not dist.is_initialized() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    if dist.is_initialized() and dist.get_rank(group) < 0:
+        raise ValueError(f"Rank {dist.get_rank()} is not in the group of this ring_attention(). Only its ranks call it.")
     mine: list[float] = []
     spec = Spec(scale=scale, causal=False, softcap=softcap)
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sink_logits))
@@ -321,6 +324,6 @@ def _check(q: Any, k: Any, v: Any, order: Order, causal: bool, window: int | Non
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
-    if window is not None and (not causal or window < 1):
-        raise ValueError(f"A window needs causal=True and at least one token; got causal={causal} and window={window}.")
+    if window is not None and not (causal and checks.is_count(window) and window >= 1):
+        raise ValueError(f"A window needs causal=True, and is an integer, at least 1; got causal={causal} and window={window!r}.")
     runs_of(order, 0, 1, q.shape[2])

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 
 from .. import hf, registry
-from ..kernels import TritonKernel, mixture
+from ..kernels import TritonKernel, checks, mixture
 from ..kernels.host.gpu import OLDEST
 from ..kernels.spec import KV, Spec
 from ..model_shapes import SHAPES
@@ -104,8 +104,8 @@ def explain(
     Raises ValueError for a model whose K/V cannot be counted, an unknown backend or GPU, and sizes below 1.
     """
     for name, value in (("batch", batch), ("length", length), ("ranks", ranks)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}.")
+        if not checks.is_count(value) or value < 1:
+            raise ValueError(f"{name} must be an integer, at least 1; got {value!r}.")
     chosen = registry.get(backend)
     if chosen.linear:
         raise ValueError(

@@ -154,7 +154,10 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
         raise ValueError(f"explain() counts the K/V of full and sliding attention only. {error}") from error
     dtype = find_dtype(dtype) if dtype is not None else model.dtype
     scale = dtype.itemsize / model.dtype.itemsize
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    try:
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    except NotImplementedError:
+        raise ValueError(f"explain() counts one decoder, and {name} has several. Pass one of its parts.") from None
     weights = [_share(model, each, ranks) for each in hf.weights(model)]
     is_head = head is None or getattr(head, "weight", None) is embedding._parameters.get("weight")
     last = embedding if is_head else head
@@ -223,7 +226,7 @@ def find_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def find_gpu(name: GpuName | None, device: torch.device, dtype: torch.dtype) -> GPU:
     """The published figures of the named GPU; without a name the measured GPU of this device, or else an H200."""
-    if name is not None and name not in GPUS:
+    if name is not None and name not in tuple(GPUS):
         raise ValueError(f"Unknown GPU {name!r}; known: {', '.join(GPUS)}. Leave it out to measure the GPU of this machine.")
     if name is None and device.type == "cuda" and torch.cuda.is_available():
         return measure(device, dtype)

@@ -53,7 +53,9 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
 
 def has_latents(config: PreTrainedConfig) -> bool:
     """Whether a decoder has latent attention (MLA): its own code computes K and V from what a cache holds."""
-    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+    text = config.get_text_config(decoder=True)
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return any(getattr(layer, "kv_lora_rank", None) for layer in layers)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -170,7 +170,7 @@ def _check_spans(spans, q, kv_len: int, spec: Spec, rows: bool) -> None:
 
 
 def is_count(x: object) -> bool:
-    """Whether this is an integer. True and False are not."""
+    """Whether this is an integer, also one of NumPy. True and False are not."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 
 from .. import hf
+from ..kernels.checks import is_count
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Settings:
 
     def check(self, limit: int | None) -> None:
         """Raise ValueError for impossible settings. limit: the number of positions that the model supports."""
-        if not _is_whole(self.window) or self.window < 1:
+        if not is_count(self.window) or self.window < 1:
             raise ValueError(
                 f"window counts the last tokens that a query sees, itself included: an integer, at least 1; got {self.window!r}."
             )
-        if not _is_whole(self.sinks) or self.sinks < 0:
+        if not is_count(self.sinks) or self.sinks < 0:
             raise ValueError(f"sinks is the number of first tokens to keep, an integer, at least 0; got {self.sinks!r}.")
         if limit is not None and self.sinks + self.window > limit:
             raise ValueError(
@@ -65,11 +65,6 @@ class Settings:
     def write(self, config: hf.PreTrainedConfig) -> None:
         config.streaming_window, config.streaming_sinks = int(self.window), int(self.sinks)
         config.streaming_clamped = self.clamped
-
-
-def _is_whole(number: object) -> bool:
-    """Whether this is an integer, also one of NumPy."""
-    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def check_mask(name: str, config: hf.PreTrainedConfig | None, pattern: tuple[bool, int | None] | None, of_ring: bool) -> None:

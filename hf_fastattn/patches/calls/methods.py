@@ -151,6 +151,11 @@ class Generation:
         rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
         among = self._agree(model, generation_config, given, rows, max_cache_length)
         if caches.takes(given):
+            if generation_config.use_cache is False and not assisted:
+                raise ValueError(
+                    f"use_cache=False reads the whole text again in each step, behind the tokens that {hf.CACHE} holds. Pass "
+                    f"use_cache=True (the default of some models is False), or leave out {hf.CACHE}."
+                )
             caches.make_ready(given, model, model_kwargs, rows, max_cache_length, among)
         elif given is not None:
             self.say(f"{hf.CACHE} is a {type(given).__name__}, not a {caches.type.__name__}")
