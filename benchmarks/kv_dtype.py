@@ -1,5 +1,4 @@
-"""What K and V in fewer bits change: the likelihood of a real text, and numbers found in it, beside K and V as the model computes
-them.
+"""What K and V in fewer bits change: the likelihood of a real text, and numbers found in it, beside those of the model's dtype.
 
     python -m benchmarks.kv_dtype --device cpu
 

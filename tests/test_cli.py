@@ -431,6 +431,22 @@ for call in {calls}:
     assert ran.stdout.count("Usage: hf-fastattn") == 1 + len(cli.COMMANDS) and ran.stderr.count("Usage: ") == 2
 
 
+def test_help_of_benchmarks_imports_no_torch_and_is_that_of_their_modules(capsys):
+    """In a process without torch, and in this one, where the modules are imported as they are."""
+    assert {*cli.BENCHES} == {path.stem for path in (cli.ROOT / "benchmarks").glob("*.py") if "def main(argv" in path.read_text()}
+    code = f"""
+import sys, hf_fastattn_cli as it
+for name in {cli.BENCHES}:
+    try: it.main(["bench", name, "-h"])
+    except SystemExit: pass
+sys.exit(bool({{'torch', 'transformers', 'triton', 'hf_fastattn'}} & {{*sys.modules}}))"""
+    ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=cli.ROOT, capture_output=True, text=True)
+    for name in cli.BENCHES:
+        with pytest.raises(SystemExit):
+            cli.main(["bench", name, "--help"])
+    assert capsys.readouterr().out == ran.stdout and ran.stdout.count("usage: hf-fastattn bench") == len(cli.BENCHES)
+
+
 def test_names_and_numbers_in_help_are_those_of_the_package():
     assert tuple(explanation.SHAPES) == cli.commands.SHAPES and tuple(explanation.GPUS) == cli.commands.GPUS
     assert tuple(cli.commands.CacheName) == CACHES and harness.PACK == cli.commands.PACK
