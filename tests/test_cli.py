@@ -288,7 +288,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "chunks, rollout, quantised, kv_dtype, kv_dtype_speed, ranks, commits, kernels",
+            "chunks, rollout, quantised, kv_dtype, kv_dtype_speed, linear, sampling, ranks, commits, kernels",
         ),
         (["bench", "speed"], "Unknown benchmark 'speed'; known: "),
         (["bench", "familys"], "Try: hf-fastattn bench families"),
