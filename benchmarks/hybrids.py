@@ -12,10 +12,9 @@ generate() and prompts use it.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import importlib.util
 
 from .families import run_shapes
+from .results import version
 
 CASES = ["1x8192", "8xpadded"]
 FLA = "flash-linear-attention"
@@ -67,8 +66,7 @@ HYBRIDS: dict[str, tuple[str, dict]] = {
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.hybrids") -> int:
     """Measure the chosen shapes. Returns 0, or 1 if a row failed or there was no time for it."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    version = importlib.metadata.version(FLA) if importlib.util.find_spec("fla") else "not installed"
-    return run_shapes(parser, argv, "hybrids", HYBRIDS, {"": CASES}, **{FLA: version})
+    return run_shapes(parser, argv, "hybrids", HYBRIDS, {"": CASES}, **{FLA: version(FLA)})
 
 
 if __name__ == "__main__":

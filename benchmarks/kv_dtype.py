@@ -1,5 +1,4 @@
-"""What K and V in fewer bits change: the likelihood of a real text, and numbers found in it, beside K and V as the model computes
-them.
+"""What K and V in fewer bits change: the likelihood of a real text, and numbers found in it, beside those of the model's dtype.
 
     python -m benchmarks.kv_dtype --device cpu
 
@@ -19,7 +18,6 @@ follow with their answers, in steps. A needle is found if each token of its numb
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import math
 import pydoc_data.topics
@@ -35,7 +33,7 @@ from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
 
 from .models import dtype_for
-from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress
+from .results import Results, add_options, check_names, command, conditions, find_device, listed, need_gpu, progress, version
 
 METHOD = "teacher-forced steps behind stored K and V; differences of the negative log-likelihood, paired by token"
 BASE, OWN, INT4 = "as computed", ("int8", "fp8"), "4 bits rotated"
@@ -249,13 +247,6 @@ def needles(model, tokenizer, made: dict[str, Callable], filler: list[int], leng
             row |= {"gained": sum(a and not b for a, b in zip(right, base[1], strict=True))}
             rows.append(row | {"dnll": mean, "standard_error": error, "upper_95": mean + 1.645 * error})
     return rows
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.kv_dtype") -> int:

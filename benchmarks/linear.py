@@ -28,7 +28,7 @@ from hf_fastattn.patches import patch
 from hf_fastattn.registry import get
 
 from .kv_dtype import load
-from .results import Results, add_options, command, conditions, find_device, listed, progress
+from .results import Results, add_options, command, conditions, find_device, listed, need_gpu, progress
 from .timing import medians, num_calls, num_sets, record, time_rivals
 
 LENGTHS = "4096,16384,65536,262144,1048576"
@@ -219,6 +219,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.linear
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     add_options(parser, seconds=3600)
     args = parser.parse_args(argv)
+    need_gpu(parser, args)
     device = find_device(args.device)
     method = "graph replays of a layer's step; teacher-forced rows of text, each read as a whole"
     parts = [args.part] if args.part else ["decode"] if device.type == "cuda" else ["maps", "distill"]

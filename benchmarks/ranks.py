@@ -123,7 +123,7 @@ def note(name: str, row: dict, reason: str, group: Group) -> None:
 
 def read(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """The command line, checked."""
-    parser.add_argument("--shape", choices=[*SHAPES, *(FAMILIES.keys() - SHAPES)], default="8b", help="default: %(default)s")
+    parser.add_argument("--shape", choices=[*(SHAPES | FAMILIES)], default="8b", help="default: %(default)s")
     parser.add_argument("--layers", type=int, help="number of layers, instead of that of the shape")
     parser.add_argument("--share-of", type=int, help="each GPU has its share of a model on this number of GPUs")
     parser.add_argument("--cases", type=listed, default=CASES, help=f"ROWSxTOKENS; default {','.join(CASES)}")

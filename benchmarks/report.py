@@ -18,9 +18,11 @@ from pathlib import Path
 
 from .provenance import older
 from .sections import HEADLINE, SECTIONS
+from .sections_steps import families_headline
 from .words import on
 
 RESULTS = Path("examples/results")
+OTHER_GPU = "families_h100.json"  # the headline has its rows, too
 FOOTNOTE = re.compile(r"\[\^(`.+?`[^]]*)\]")
 MARKS = re.compile(r"<!-- measured(?: (\w+))?: begin -->\n(.*?)<!-- measured(?: \1)?: end -->", re.DOTALL)
 
@@ -40,6 +42,8 @@ def report(folder: Path, names: Iterable[str] | None = None, pictures: str = "")
             continue
         if name == HEADLINE:
             parts.append(section(result))
+            if (other := folder / OTHER_GPU).exists():
+                parts.append(families_headline(json.loads(other.read_text())))
             continue
         if "method" in result.get("conditions", ()) and on(result) not in known:
             known.append(on(result))

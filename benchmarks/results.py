@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import platform
@@ -43,6 +44,13 @@ def conditions(device: torch.device, method: str) -> dict[str, str]:
         "python": platform.python_version(),
         "method": method,
     }
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def clocks(device: torch.device) -> dict:

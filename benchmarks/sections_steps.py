@@ -6,7 +6,7 @@ from statistics import median
 
 from hf_fastattn.report.tables import table, thousands
 
-from .words import bandwidth, by_method, figure, model
+from .words import bandwidth, by_method, figure, model, on
 
 
 def families(result: dict, of: str = "each family") -> str:
@@ -20,6 +20,14 @@ def families(result: dict, of: str = "each family") -> str:
     lengths = f"; the padded case has left-padded rows of {min(padded)} to {max(padded)} tokens" if padded else ""
     title = f"**A decode step of {of}, milliseconds**, random weights, the floor at {bandwidth(result)}"
     return f"{title} {by_method(result)}{lengths}:\n\n{table(head, rows)}"
+
+
+def families_headline(result: dict) -> str:
+    """The rows of one text of the 8B on another GPU, for the README."""
+    rows = [row for row in result["rows"] if row["model"] == "8b" and row["case"].startswith("1x")]
+    cells = [[row["case"], *(figure(row[name], 2) for name in ("stock_ms", "ms", "floor_ms"))] for row in rows]
+    table_ = table(["batch x prompt", "`sdpa`", "`patch()`", "least time"], cells)
+    return f"The same shape: {on(result)}; the static cache was not measured, and `sdpa` depends on the host.\n\n{table_}"
 
 
 MODES = {

@@ -3,16 +3,19 @@
 import importlib
 import importlib.util
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
 import typer
 
+from . import placeholders
+
 BENCHES = (
     *("generate", "families", "hybrids", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
-    *("quantised", "kv_dtype", "kv_dtype_speed", "ranks", "commits", "kernels", "stream", "paper_e2e", "paper_ranks"),
-    *("context", "softmax", "report"),
+    *("quantised", "kv_dtype", "kv_dtype_speed", "linear", "sampling", "ranks", "commits", "kernels", "stream", "paper_e2e"),
+    *("paper_ranks", "context", "softmax", "unified", "report"),
 )
 ROOT = Path(__file__).parent.parent
 
@@ -33,7 +36,9 @@ def bench(arguments: list[str]) -> int:
         raise ValueError(f"Name a benchmark, one of {', '.join(BENCHES)}.")
     if what not in BENCHES:
         raise ValueError(f"Unknown benchmark {what!r}; known: {', '.join(BENCHES)}.")
-    code: int = load_benchmark(what).main(arguments[1:], prog=f"hf-fastattn bench {what}")
+    only_help = {"-h", "--help"} & {*arguments} and "torch" not in sys.modules
+    with placeholders.instead() if only_help else nullcontext():
+        code: int = load_benchmark(what).main(arguments[1:], prog=f"hf-fastattn bench {what}")
     return code
 
 

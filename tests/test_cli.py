@@ -288,7 +288,7 @@ def test_every_command_has_help(capsys, command):
         (["generate", "FOLDER", "--device", "meta"], "holds no numbers"),
         (
             ["bench"],
-            "chunks, rollout, quantised, kv_dtype, kv_dtype_speed, ranks, commits, kernels",
+            "chunks, rollout, quantised, kv_dtype, kv_dtype_speed, linear, sampling, ranks, commits, kernels",
         ),
         (["bench", "speed"], "Unknown benchmark 'speed'; known: "),
         (["bench", "familys"], "Try: hf-fastattn bench families"),
@@ -429,6 +429,22 @@ for call in {calls}:
     ends = [line for line in ran.stdout.splitlines() if line.endswith("end")]
     assert [line.split() for line in ends] == [["end"]] * len(calls), ran.stdout
     assert ran.stdout.count("Usage: hf-fastattn") == 1 + len(cli.COMMANDS) and ran.stderr.count("Usage: ") == 2
+
+
+def test_help_of_benchmarks_imports_no_torch_and_is_that_of_their_modules(capsys):
+    """In a process without torch, and in this one, where the modules are imported as they are."""
+    assert {*cli.BENCHES} == {path.stem for path in (cli.ROOT / "benchmarks").glob("*.py") if "def main(argv" in path.read_text()}
+    code = f"""
+import sys, hf_fastattn_cli as it
+for name in {cli.BENCHES}:
+    try: it.main(["bench", name, "-h"])
+    except SystemExit: pass
+sys.exit(bool({{'torch', 'transformers', 'triton', 'hf_fastattn'}} & {{*sys.modules}}))"""
+    ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=cli.ROOT, capture_output=True, text=True)
+    for name in cli.BENCHES:
+        with pytest.raises(SystemExit):
+            cli.main(["bench", name, "--help"])
+    assert capsys.readouterr().out == ran.stdout and ran.stdout.count("usage: hf-fastattn bench") == len(cli.BENCHES)
 
 
 def test_names_and_numbers_in_help_are_those_of_the_package():

@@ -27,6 +27,19 @@ def test_what_is_imported_is_declared():
         assert imported - sys.stdlib_module_names <= declared, path
 
 
+def test_badges_are_of_this_project():
+    """Of workflows that exist, of its name on the package index, of its licence; the links begin with URLs of pyproject.toml."""
+    badges = re.findall(r"\[!\[\w+\]\((.+?)\)\]\((.+?)\)", (ROOT / "README.md").read_text())
+    urls = PROJECT["urls"]
+    flows = [badge.removeprefix(f"{urls['Repository']}/actions/workflows/") for badge, _ in badges[:2]]
+    assert [(ROOT / ".github" / "workflows" / flow.removesuffix("/badge.svg")).is_file() for flow in flows] == [True, True]
+    licence = PROJECT["license"].replace("-", "--")
+    shields = [f"pypi/v/{PROJECT['name']}", f"badge/license-{licence}-blue"]
+    assert [badge for badge, _ in badges[2:]] == [f"https://img.shields.io/{each}" for each in shields]
+    known = (urls["Repository"], urls["Documentation"], f"https://pypi.org/project/{PROJECT['name']}/")
+    assert all(link.startswith(known) for _, link in badges)
+
+
 def test_links_of_the_readme_are_absolute_for_the_package_index():
     absolute = runpy.run_path(str(ROOT / "setup.py"))["absolute"]
     readme = (ROOT / "README.md").read_text()
