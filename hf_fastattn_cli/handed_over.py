@@ -15,7 +15,7 @@ from . import placeholders
 BENCHES = (
     *("generate", "families", "hybrids", "modes", "evaluation", "prompts", "batch", "first_tokens", "chunks", "rollout"),
     *("quantised", "kv_dtype", "kv_dtype_speed", "linear", "sampling", "ranks", "commits", "kernels", "stream", "paper_e2e"),
-    *("paper_ranks", "context", "softmax", "unified", "report"),
+    *("paper_ranks", "context", "tree", "softmax", "unified", "roofline", "session", "report"),
 )
 ROOT = Path(__file__).parent.parent
 
