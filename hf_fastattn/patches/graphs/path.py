@@ -13,8 +13,8 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from itertools import chain, starmap
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ _GENERATED = ("triton.runtime.jit", "hf_fastattn.kernels.ahead.describe", "named
 _TOOLS = 4, 3, 5, 2, 1, 0  # of sys.monitoring: debuggers, coverage and profilers have the others
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _of_class = attrgetter("__mro__")
+_END = object()  # after what was found: a list of another length is not the same
 
 
 class Path:
@@ -46,7 +47,7 @@ class Path:
         self._members: list[frozenset[str]] = []  # the names of all that each class has
         self._functions: dict[types.FunctionType, None] = {}
         self._cells: list[types.CellType] = []
-        self._found: list[object] = []
+        self._found: list[object] = [_END]
 
     @contextmanager
     def recorded(self, model: torch.nn.Module) -> Iterator[list[str]]:
@@ -107,7 +108,7 @@ class Path:
                 self._follow(value)
             if names := vars(cls).keys() - _REPLACED:
                 self._getters.append((all_of(names), vars(cls)))
-        self._found = self._now()
+        self._found = [*self._now()]
 
     def _look_up(
         self, places: dict[int, tuple[dict[str, Any], set[str]]], file: dict[str, Any], names: set[str], attributes: set[str],
@@ -136,18 +137,17 @@ class Path:
     def now(self) -> int:
         """The present version."""
         try:
-            found = self._now()
-            # A list of ids would take milliseconds where memory that it allocates is returned to the system.
-            same = len(found) == len(self._found) and all(map(is_, found, self._found))
+            # A list would take milliseconds where memory that it allocates is returned to the system.
+            same = all(map(is_, self._now(), self._found))
         except KeyError:  # a name was deleted
-            found, same = [], False
+            same = False
         if not same or self._has_more():
             self.version += 1
             self._codes.clear()
             self._files.clear()
             self._imports.clear()
             self._getters, self._missing, self._classes, self._members = [], [], [], []
-            self._functions, self._cells, self._found = {}, [], []
+            self._functions, self._cells, self._found = {}, [], [_END]
         return self.version
 
     def _has_more(self) -> bool:
@@ -159,12 +159,10 @@ class Path:
         # Any other may be read by a name that is computed. torch.compile marks classes by "___...".
         return not all(name in _NOTES or name.startswith("___") for name in new)
 
-    def _now(self) -> list[object]:
-        found = [*chain.from_iterable(names(space) for names, space in self._getters)]
-        found += chain.from_iterable(map(_of_function, self._functions))
-        found += map(_of_class, self._classes)
-        found += map(content_of, self._cells)
-        return found
+    def _now(self) -> Iterator[object]:
+        of_files, of_functions = starmap(call, self._getters), map(_of_function, self._functions)
+        found = chain.from_iterable(chain(of_files, of_functions))
+        return chain(found, map(_of_class, self._classes), map(content_of, self._cells), (_END,))
 
 
 @contextmanager

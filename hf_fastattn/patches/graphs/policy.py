@@ -171,10 +171,9 @@ def choose(
 
     python, near = cost.python(rows, tokens, past), nearest(tokens)
     standard = () if own else SIZES
-    fitting = [size for size in (*standard, near) if tokens <= size <= most and _is_close(of(size), python)]
-    if not fitting:
+    fitting = (size for size in (*standard, near) if tokens <= size <= most and _is_close(of(size), python))
+    if (goal := next(fitting, None)) is None:
         return Choice(None)
-    goal = min(set(fitting) & set(standard), default=near)
     often = asked >= OFTEN and not _is_close(of(goal), of(near))
     goal = near if often else goal
     enough = 1.05 * of(goal) if often else max(1.3 * of(goal), of(goal) + 3e-3)
