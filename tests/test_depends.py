@@ -11,6 +11,7 @@ import sys
 import types
 import warnings
 import weakref
+from unittest.mock import Mock
 
 import fake_graph
 import models
@@ -290,6 +291,14 @@ def test_the_functions_that_record_are_no_part_of_a_step():
     path, own = recorded(tiny("llama", "eager"))
     files = {code.co_filename for code in path._codes}
     assert path._codes and not own and not any(file.endswith("path.py") and "graphs" in file for file in files)
+
+
+def test_what_an_interrupted_rehearsal_has_found_is_dropped(model, monkeypatch):
+    path = Path()
+    monkeypatch.setattr(path, "_follow", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        path._collect(model)
+    assert path.now() == 1 and path.now() == 1 and not path._classes
 
 
 @pytest.mark.parametrize("name", NOTICED)
