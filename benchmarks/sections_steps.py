@@ -239,20 +239,3 @@ def roofline(result: dict) -> str:
         f"`explain()` says that products with weights are bound by compute from {result['explained']['weights_batch']} rows on:"
         f"\n\n{table(['rows', 'ms a step', 'us a row'], lines)}"
     )
-
-
-def chunks(result: dict) -> str:
-    lines = [
-        [
-            thousands(row["tokens"]),
-            row["asked"],
-            "whole" if row["chunk"] is None else thousands(row["chunk"]),
-            (row.get("failed") and "out of memory") or figure(row["first_token_s"], 3),
-            figure((row.get("peak_bytes") or 0) / 1e9 or None, 2),
-            figure(row["estimate_bytes"] / 1e9, 2),
-            f"{row['pairs'] / 1e9:.3g}",
-        ]
-        for row in result["rows"]
-    ]
-    head = ["tokens", "asked", "read at once", "s to the first token", "peak GB", "estimated GB", "1e9 scores a head"]
-    return f"**Prompts in chunks**, {model(result)} {by_method(result)}:\n\n{table(head, lines)}"

@@ -11,7 +11,7 @@ import torch
 
 import hf_fastattn_cli as cli
 from benchmarks import context as context_bench
-from benchmarks import models, paper_ranks, ranks_rivals, sections, sections_context, sections_paper, timing
+from benchmarks import models, paper_ranks, ranks_rivals, sections, sections_context, sections_paper, timing, tree
 from benchmarks import ranks as ranks_bench
 from hf_fastattn import explain, hf
 from hf_fastattn.context_parallel import ORDERS
@@ -43,6 +43,7 @@ def run_commands(rank: int, folder) -> list[int]:
         codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--out", str(folder)]))
         codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--keep", "--out", str(folder)]))
         codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--keep", "--share-of", "4", "--out", str(folder)]))
+        codes.append(tree.main(["--tokens", "64", "--device", "cpu", "--out", str(folder)]))
     codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
     return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
 
@@ -57,7 +58,7 @@ def commands(tmp_path_factory):
 @pytest.mark.slow
 def test_generate_prints_on_one_rank(commands):
     first, second = commands[1]
-    assert first.result == second.result == [0] * 8, first.output + second.output
+    assert first.result == second.result == [0] * 9, first.output + second.output
     assert "| lean" in first.output and "lean.decode" in first.output
     assert "| lean" not in second.output
 
@@ -101,6 +102,14 @@ def test_the_orders_of_context_parallelism_are_timed_over_ranks(commands):
     lines = [[cell.strip() for cell in line.split("|")] for line in sections_context.times(found).splitlines()]
     empty = [cells[2:4] for cells in lines if cells[1:2] == ["32"] and cells[4] == "-"]
     assert empty == [[ranks, order] for ranks in ("4", "8") for order in ORDERS]  # not run
+
+
+@pytest.mark.slow
+def test_tree_and_ring_are_timed_over_ranks(commands):
+    found = json.loads((commands[0] / "tree_ranks.json").read_text())
+    (row,) = found["rows"]
+    assert (row["tokens"], row["ranks"]) == (64, 2) and row["ring_over_tree"] == row["us"]["ring"] / row["us"]["tree"] > 0
+    assert "|     64 |    2 |" in sections_context.tree(found)
 
 
 @pytest.mark.slow

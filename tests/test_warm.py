@@ -15,6 +15,7 @@ import threading
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ import hf_fastattn
 import hf_fastattn_cli as cli
 from hf_fastattn import hf
 from hf_fastattn.kernels import decode
-from hf_fastattn.kernels.ahead import archive, describe, locks, server
+from hf_fastattn.kernels.ahead import archive, child, describe, locks, server
 from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.kernels.host import gpu, launch
 from hf_fastattn.patches import ahead, warm
@@ -579,6 +580,11 @@ assert begun.wait(60)
     assert (ended.returncode, "terminate" in ended.stderr) == (3 if "exit" in then else 0, False), ended.stderr
 
 
+def test_the_slowest_kernels_begin_first_where_workers_are_left(monkeypatch):
+    monkeypatch.setattr(child, "kernels", [SimpleNamespace(seconds=seconds) for seconds in (0.4, 4.0, 1.3, 4.0)])
+    assert child.order(3) == [0, 1, 2, 3] and child.order(4) == [1, 3, 0, 2]
+
+
 @pytest.mark.slow
 def test_kernels_of_a_killed_worker_are_compiled_later(cache):
     kernels = [norm(2**n) for n in range(6, 10)]
@@ -586,10 +592,10 @@ def test_kernels_of_a_killed_worker_are_compiled_later(cache):
     work = threading.Thread(target=served.run, args=(kernels,))
     work.start()
     while work.is_alive():
-        for child in children(served.process.pid)[: not killed]:
-            if server.CHILD.name.encode() in Path(f"/proc/{child}/cmdline").read_bytes():  # a fork, and no program that it runs
-                killed.append(child)
-                os.kill(child, signal.SIGKILL)
+        for worker in children(served.process.pid)[: not killed]:
+            if server.CHILD.name.encode() in Path(f"/proc/{worker}/cmdline").read_bytes():  # a fork, and no program that it runs
+                killed.append(worker)
+                os.kill(worker, signal.SIGKILL)
         time.sleep(0.02)
     assert killed and served.done < len(kernels)
     for kernel in kernels:
