@@ -159,7 +159,7 @@ def norms_and_rotation(norm, family, count=2):
 @pytest.mark.parametrize("norm", ["gemma3", "cohere2"])
 def test_norms_of_heads_are_one_launch_with_the_rotation(family, norm):
     (width, formula), (norms, rotate) = ROTATIONS[family], norms_and_rotation(norm, family)
-    q, k = (torch.randn(2, 3, heads, 64, device=DEVICE).half() for heads in (9, 2))
+    q, k = torch.randn(2, 3, 9, 100, device=DEVICE).half()[..., 36:], torch.randn(2, 3, 2, 64, device=DEVICE).half()
     cos, sin = (torch.randn(2, 3, width, device=DEVICE, dtype=torch.float16) for _ in range(2))
     heads = lambda x: x.transpose(1, 2)  # noqa: E731
     normed = [norms[0](q), norms[1](k)]
@@ -167,7 +167,7 @@ def test_norms_of_heads_are_one_launch_with_the_rotation(family, norm):
     with Launches() as launches, merged.merged(norms):
         ours = [norms[0](q), norms[1](k)]
         turned = rotate(*map(heads, ours), cos, sin)
-    assert launches.count == ({"rope_kernel": 1, "residual_kernel": 2} if formula[1] else {"rope_kernel": 1})
+    assert launches.count == ({"rope_kernel": 1, "residual_kernel": 2, "clone": 1} if formula[1] else {"rope_kernel": 1})
     assert all(map(same, [*ours, *turned], [*normed, *expected]))
 
 
@@ -210,6 +210,7 @@ def test_keys_and_values_are_appended_in_the_launch_of_the_rotation(family, norm
 def test_norms_that_the_rotation_cannot_take_run_before_it():
     norms, rotate = norms_and_rotation("llama", "llama", 3)
     q, k = (torch.randn(1, heads, 1, 64, device=DEVICE).half() for heads in (4, 2))
+    wide = torch.randn(1, 3, 4, 128, device=DEVICE).half()[..., :64]
     cos = torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
     cases = {
         "other eps": lambda: rotate(norms[0](q), norms[2](k), cos, cos),
@@ -218,6 +219,11 @@ def test_norms_that_the_rotation_cannot_take_run_before_it():
         "a part": lambda: rotate(norms[0](q)[:, :2], norms[1](k), cos, cos),
         "keys of queries": lambda: (a := norms[0](q), *rotate(a, norms[1](a), cos, cos)),
         "read before": lambda: (a := norms[0](q), b := norms[1](k), a + 1, *rotate(a, b, cos, cos)),
+        "a part of wider heads, not transposed": lambda: rotate(
+            norms[0](wide), norms[1](k.repeat(1, 1, 4, 1)), *[cos.repeat(1, 4, 1)] * 2
+        ),
+        "added": lambda: norms[0](wide) + q.view(1, 1, 4, 64).expand(1, 3, 4, 64).contiguous(),
+        "alone": lambda: norms[0](wide),
     }
     for name, case in cases.items():
         expected = case()

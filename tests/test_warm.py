@@ -50,14 +50,14 @@ H100 = TARGETS["H100"]
 LISTED = {
     "Llama 1B": (60, 62, 64),
     "Llama 8B": (63, 64, 63),
-    "Gemma 3 4B": (67, 65, 62),
+    "Gemma 3 4B": (66, 64, 61),
     "GPT-OSS 20B": (70, 71, 74),
     "Qwen3 30B": (71, 72, 73),
 }
 # Of a hybrid, for an H100, and the kernels of its linear layers.
 OF_HYBRIDS = {
-    "Qwen3.5 0.8B": (79, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
-    "Qwen3.6 35B": (95, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
+    "Qwen3.5 0.8B": (78, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
+    "Qwen3.6 35B": (94, {"conv_update_kernel", "gated_delta_kernel", "gated_norm_kernel"}),
     "Falcon-H1 0.5B": (83, {"conv_update_kernel", "selective_kernel"}),
     "LFM2 1.2B": (64, {"conv_update_kernel"}),
     "Gemma 3n E2B": (83, set()),

@@ -157,8 +157,8 @@ def fits(*tensors: torch.Tensor) -> bool:
 
 
 def fits_norm(x: torch.Tensor, norm: Normed) -> bool:
-    """Whether the kernel supports this norm of x."""
-    return fits(x) and why_not(x, norm.weight, norm.bias) is None
+    """Whether the kernel supports this norm of x. Heads, of 4 dimensions, need not be contiguous: `run` copies them."""
+    return fits(norm.out) and (x.is_contiguous() or x.dim() == 4) and why_not(x, norm.weight, norm.bias) is None
 
 
 def run(chain: Chain, after: Normed | None = None) -> None:
@@ -168,7 +168,7 @@ def run(chain: Chain, after: Normed | None = None) -> None:
     (residual, total), (second, second_total) = (*chain.sums, (None, None), (None, None))[:2]
     peers = chain.peers
     tensors = (
-        chain.x,
+        chain.x.contiguous(),
         *((None, None) if peers is None else (peers.addresses, peers.counts)),
         *(first.weight, first.bias, first.out),
         *(chain.gate or (None, None)),

@@ -40,8 +40,8 @@ def rope_kernel(
     Sin,  # (batch or 1, tokens, WIDTH), as Cos
     WeightQ,  # (head_dim,), of the norm before, or None
     WeightK,  # (head_dim,), of the norm before, or None
-    NormedQ,  # (batch, num_heads, tokens, head_dim), Q after its norm, with Q's strides, written; or None
-    NormedK,  # (batch, kv_heads, tokens, head_dim), K after its norm, with K's strides, written; or None
+    NormedQ,  # (batch, num_heads, tokens, head_dim), Q after its norm, with OutQ's strides, written; or None
+    NormedK,  # (batch, kv_heads, tokens, head_dim), K after its norm, with OutK's strides, written; or None
     OutQ,  # (batch, num_heads, tokens, head_dim), written
     OutK,  # (batch, kv_heads, tokens, head_dim), written
     Keys,  # (batch, kv_heads, capacity, head_dim), or as FORM stores it, written; or None
@@ -111,8 +111,8 @@ def rope_kernel(
         mean, scale = moments(x, eps, (of_q | of_k) & d_mask, HEAD_DIM, CENTRED)
         x = scaled(x, mean, scale, own_weight, None, NORM_LATE, ONE)
         y = scaled(y, mean, scale, other_weight, None, NORM_LATE, ONE)
-        tl.store(NormedQ + row * stride_qb + token * stride_qm + head * stride_qh + own, x, mask=of_q & d_mask)
-        tl.store(NormedK + row * stride_kb + token * stride_km + kv_head * stride_kh + own, x, mask=of_k & d_mask)
+        tl.store(NormedQ + row * stride_oqb + token * stride_oqm + head * stride_oqh + own, x, mask=of_q & d_mask)
+        tl.store(NormedK + row * stride_okb + token * stride_okm + kv_head * stride_okh + own, x, mask=of_k & d_mask)
     y = tl.where(second == 0, -y, y)
     dtype = Q.dtype.element_ty
     by_cos, by_sin = x.to(tl.float32) * cos.to(tl.float32), y.to(tl.float32) * sin.to(tl.float32)
@@ -199,7 +199,7 @@ def run(
 
 
 class Normed(NamedTuple):
-    """A norm of the heads of x, contiguous and in the layout of `out`. options: centred, late, one, as in rms_norm.run."""
+    """A norm of the heads of x, in the shape of `out`, which is contiguous. options: centred, late, one, as in rms_norm.run."""
 
     x: torch.Tensor
     weight: torch.Tensor | None
@@ -208,14 +208,19 @@ class Normed(NamedTuple):
     options: tuple[bool, bool, str]
     out: torch.Tensor
 
-    def fits(self, heads: torch.Tensor) -> bool:
-        """Whether `heads` is a view of the whole result of a norm that the kernel supports."""
-        same = (
-            gpu.address_of(heads) == gpu.address_of(self.out)
-            and heads.numel() == self.out.numel()
-            and heads.dtype == self.out.dtype
-        )
-        return same and self.bias is None and self.weight is not None and self.weight.shape == heads.shape[-1:]
+    def read(self, heads: torch.Tensor) -> torch.Tensor | None:
+        """A tensor with the strides by which x is read in the order of `heads`, a view of the whole result.
+
+        None if they are no such view, or in an order that x cannot be read in, or the kernel does not support the norm."""
+        out = self.out
+        if (gpu.address_of(heads), heads.numel(), heads.dtype) != (gpu.address_of(out), out.numel(), out.dtype):
+            return None
+        if self.bias is not None or self.weight is None or self.weight.shape != heads.shape[-1:]:
+            return None
+        if self.x.is_contiguous():
+            return heads
+        orders = (self.x, out), (self.x.transpose(1, 2), out.transpose(1, 2))
+        return next((x for x, out in orders if (out.shape, out.stride()) == (heads.shape, heads.stride())), None)
 
 
 Options = tuple[bool, bool, bool, bool, bool]
@@ -225,8 +230,8 @@ NOT_APPENDED = (None,) * 8
 class Rotation(NamedTuple):
     """A rotation that is checked and not launched yet.
 
-    q, k: the layout of the queries and keys. inputs: these, cos, sin, and the weights of the norms before the rotation with the
-    tensors for their results, or None. out: the tensors for the rotated q and k. options: those of `_prepare`.
+    q, k: tensors with the strides of the queries and keys. inputs: these, cos, sin, and the weights of the norms before the
+    rotation with the tensors for their results, or None. out: the tensors for the rotated q and k. options: those of `_prepare`.
     """
 
     q: torch.Tensor
@@ -254,7 +259,7 @@ class Rotation(NamedTuple):
     ) -> None:
         """Rotate. kv, new_values, slot, live: those of append.append, to append new_values and the rotated k too."""
         others = NOT_APPENDED if kv is None else (*kv.tensors, new_values, slot, live)
-        start = _prepare((self.q, self.k, *self.inputs[2:6], *others), PLAIN if kv is None else kv.form, *self.options)
+        start = _prepare((self.q, self.k, *self.inputs[2:6], *self.out, *others), PLAIN if kv is None else kv.form, *self.options)
         assert start is not None
         start(*self.inputs, *self.out, *others)
 
@@ -268,24 +273,26 @@ def rotation(
     This is only for decode graphs, as in residual.py.
     """
     inputs: tuple[torch.Tensor | None, ...] = (q, k, cos, sin, None, None, None, None)
-    eps, norm = 0.0, (False, False, "")
+    eps, norm, read = 0.0, (False, False, ""), (q, k)
     if norms:
         of_q, of_k = norms
-        if of_q.eps != of_k.eps or of_q.options != of_k.options or options[1] or not (of_q.fits(q) and of_k.fits(k)):
+        read_q, read_k = of_q.read(q), of_k.read(k)
+        if of_q.eps != of_k.eps or of_q.options != of_k.options or options[1] or read_q is None or read_k is None:
             return None
         inputs = (of_q.x, of_k.x, cos, sin, of_q.weight, of_k.weight, of_q.out, of_k.out)
-        eps, norm = of_q.eps, of_q.options
-    if _prepare((q, k, *inputs[2:6], *NOT_APPENDED), PLAIN, options, eps, norm) is None:
+        eps, norm, read = of_q.eps, of_q.options, (read_q, read_k)
+    out = torch.empty_like(q), torch.empty_like(k)
+    if _prepare((*read, *inputs[2:6], *out, *NOT_APPENDED), PLAIN, options, eps, norm) is None:
         return None
-    return Rotation(q, k, inputs, (torch.empty_like(q), torch.empty_like(k)), (options, eps, norm))
+    return Rotation(*read, inputs, out, (options, eps, norm))
 
 
 @launch.remember
 def _prepare(
     tensors: tuple[torch.Tensor | None, ...], form: Form, options: Options, eps: float, norm: tuple[bool, bool, str]
 ) -> launch.Launch | None:
-    given: Any = tensors  # q, k, cos, sin; then the weights of norms, and what append() takes besides k, or None
-    q, k, cos, sin, _, _, *appended, new_values, slot, _ = given
+    given: Any = tensors  # q, k, cos, sin; the weights of norms, or None; the results; what append() takes besides k, or None
+    q, k, cos, sin, _, _, oq, ok, *appended, new_values, slot, _ = given
     interleaved, apart, of_pair, doubled, late = options
     if why_not(q, k, cos, sin, doubled):
         return None
@@ -296,7 +303,7 @@ def _prepare(
     sizes = kv.sizes
     batch, num_heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
-    laid_out = {"q": q, "k": k, "oq": torch.empty_like(q), "ok": torch.empty_like(k)}
+    laid_out = {"q": q, "k": k, "oq": oq, "ok": ok}
     laid_out |= {"keys": kv.k, "values": kv.v, "nv": new_values}
     return launch.Launch(
         rope_kernel,

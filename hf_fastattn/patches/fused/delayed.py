@@ -288,10 +288,9 @@ class _Delayed(TorchDispatchMode):
         from ...kernels.decode import rms_norm
 
         self._launch_layers()
-        norm = self.kernel.Normed(weight, bias, eps, options, x)
+        norm = self.kernel.Normed(weight, bias, eps, options, self._empty_like(x))
         if not self.kernel.fits_norm(x, norm):
             return rms_norm.run(x, weight, bias, eps, *options)
-        norm = norm._replace(out=self._empty_like(x))
         chain = self.chain
         if chain is not None and self._ends_in(x) and chain.peers is not None and chain.out is chain.x:
             self.chain = chain._replace(before=norm)  # an addition may follow
@@ -335,7 +334,7 @@ class _Delayed(TorchDispatchMode):
     def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
         """An allocation, for which nothing that is delayed has to run."""
         delayed, (self.first, self.chain) = (self.first, self.chain), (None, None)
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self.first, self.chain = delayed
         return out
 
