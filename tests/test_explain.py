@@ -303,6 +303,13 @@ def test_a_model_that_generates_by_its_part_is_supported_partly():
     assert str(explain(CONFIG_MAPPING["blip-2"]())).startswith("supported: partly. Its generate() is that of its language_model.")
 
 
+def test_streaming_is_supported_where_patch_streams():
+    for model_type, says in (("bloom", "no. BloomForCausalLM has ALiBi"), ("gpt2", "partly. It has a table of 1024 positions")):
+        found = explain(CONFIG_MAPPING[model_type](), length=64, backend="streaming", window=16)
+        assert str(found).startswith(f"supported: {says}")
+    assert str(explain("8b", backend="streaming", window=16)).startswith("supported: yes")
+
+
 MISTAKES = [
     *(({"batch": 0}, "batch must be an integer, at least 1; got 0"), ({"length": -3}, "at least 1; got -3")),
     *(({"batch": True}, "batch must be an int"), ({"length": float("nan")}, "at least 1; got nan"), ({"ranks": 1.5}, "got 1.5")),
