@@ -98,6 +98,17 @@ def test_only_experts_that_rows_choose_are_read():
     assert facts.read_bytes(10**4) == pytest.approx(facts.dense_bytes + facts.expert_bytes)
 
 
+@pytest.mark.parametrize("model_type", ["gemma4_text", "aria_text", "jetmoe"])
+def test_experts_by_their_other_names(model_type):
+    own = {"gemma4_text": {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 2, "moe_intermediate_size": 704}}
+    facts = explain(CONFIG_MAPPING[model_type](**own.get(model_type, {})), length=64).facts
+    chosen, count = facts.experts
+    assert chosen == 2 and count == (16 if model_type == "gemma4_text" else 8)
+    model = hf.model_on_meta(CONFIG_MAPPING[model_type](**own.get(model_type, {})), torch.bfloat16)
+    of_experts = sum(p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == count)
+    assert facts.expert_weights == pytest.approx(of_experts, rel=1e-4)  # JetMoE has a router in it
+
+
 def test_a_chunk_of_a_ring_computes_for_as_long_as_it_is_sent():
     found = explain("8b", gpu="h200")
     assert found.ring_chunk == 1099 and "1,099 tokens" in str(found)
@@ -292,6 +303,13 @@ def test_a_model_that_generates_by_its_part_is_supported_partly():
     assert str(explain(CONFIG_MAPPING["blip-2"]())).startswith("supported: partly. Its generate() is that of its language_model.")
 
 
+def test_streaming_is_supported_where_patch_streams():
+    for model_type, says in (("bloom", "no. BloomForCausalLM has ALiBi"), ("gpt2", "partly. It has a table of 1024 positions")):
+        found = explain(CONFIG_MAPPING[model_type](), length=64, backend="streaming", window=16)
+        assert str(found).startswith(f"supported: {says}")
+    assert str(explain("8b", backend="streaming", window=16)).startswith("supported: yes")
+
+
 MISTAKES = [
     *(({"batch": 0}, "batch must be an integer, at least 1; got 0"), ({"length": -3}, "at least 1; got -3")),
     *(({"batch": True}, "batch must be an int"), ({"length": float("nan")}, "at least 1; got nan"), ({"ranks": 1.5}, "got 1.5")),
@@ -310,7 +328,6 @@ UNCOUNTED = {  # models whose K and V it cannot count
     **{"deepseek_v3": "multi-head latent attention, .* table of models", "mllama": "the K/V of cross-attention"},
     "qwen3_next": "recurrent states. The table of models .* says whether patch",
     **({"dots3_note": "multi-head latent attention"} if "dots3_note" in CONFIG_MAPPING else {}),  # of other ranks in some layers
-    "qwen2_5_omni": "one decoder, and .* has several",
 }
 
 
@@ -319,6 +336,11 @@ def test_mistakes_are_refused_with_a_message():
     for model, options, sentence in cases:
         with pytest.raises(ValueError, match=sentence):
             explain(model, **options)
+
+
+def test_a_model_of_several_decoders_is_refused():
+    with pytest.raises(ValueError, match=r"one decoder, and Qwen2_5Omni.* has several"):
+        explain(CONFIG_MAPPING["qwen2_5_omni"](enable_audio_output=False))
 
 
 def test_kv_heads_and_widths_that_the_config_does_not_have_are_those_of_the_projections():

@@ -239,12 +239,17 @@ def _what_runs(
     for name in registry.names():
         backend = registry.get(name)
         kernel_too_old = too_old if isinstance(backend.prefill, TritonKernel) else None
-        if reason := own_code or kernel_too_old or backend.why_not(**shape, dtype=facts.dtype, device=device):
+        replaced = preflight.why_not_replaced(model, backend)
+        own = own_code or (replaced and f"{type(model).__name__} {replaced}")
+        if reason := own or kernel_too_old or backend.why_not(**shape, dtype=facts.dtype, device=device):
             refuse(name, reason)
     if any(row["what"] == chosen.name for row in refused):
         return runs, refused
     if part := hf.generates_by_another(model):
         refuse("patch()", f"Its generate() is that of its {part}. Patch the part: hf_fastattn.patch(model.{part}).")
+    if streaming is not None and (table := hf.longest_embedded(model)) is not None:
+        why = f"It has a table of {table} positions, which do not move with a window."
+        refuse("patch()", f"{why} clamp_positions=True lets learned ones stop at the last, an approximation.")
     for phase, q_len in (("prefill", length), ("decode", 1)):
         served, kernel = chosen.kernel(q_len, facts.num_heads, facts.num_kv_heads)
         q = _Operand(device, facts.dtype, (batch, facts.num_heads, q_len, facts.head_dim))

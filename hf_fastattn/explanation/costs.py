@@ -162,8 +162,8 @@ def count(model: hf.PreTrainedModel, dtype: torch.dtype | str | None = None, ran
     is_head = head is None or getattr(head, "weight", None) is embedding._parameters.get("weight")
     last = embedding if is_head else head
     run = {m for m in hf.step_modules(model) if not isinstance(m, torch.nn.Embedding) or (is_head and m is embedding)}
-    experts = [w for w in weights if ".experts." in f"{w.path}."]
-    dense = [w for w in weights if w.module in run and ".experts." not in f"{w.path}."]
+    experts = [w for w in weights if w.of_experts]
+    dense = [w for w in weights if w.module in run and not w.of_experts]
 
     def size_of(them: list[hf.Weights]) -> int:
         return round(sum(w.bytes if w.kind else scale * w.bytes for w in them))

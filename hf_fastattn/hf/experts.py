@@ -26,9 +26,12 @@ _layouts: dict[tuple[object, ...], mixture.Layout | str] = {}
 
 def experts_of(config: Any) -> tuple[int, int]:
     """(experts of a token, all experts of a layer) of a text configuration; (1, 1) without any."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((n for name in names if (n := getattr(config, name, None))), 1)
-    return getattr(config, "num_experts_per_tok", None) or count, count
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    count, chosen = (
+        next((n for name in names if (n := getattr(config, name, None))), None)
+        for names in (counts, ("num_experts_per_tok", "top_k_experts", "moe_topk"))
+    )
+    return (chosen or count, count) if count else (1, 1)
 
 
 def register_experts(name: str, function: Experts) -> None:

@@ -31,6 +31,11 @@ class Weights:
     count: int
     kind: str | None
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether each token chooses some of these parameters."""
+        return ".experts." in f"{self.path}." or type(self.module).__name__.endswith("Experts")
+
 
 def quantised_as(module: torch.nn.Module) -> str | None:
     """Package and class of a module's quantised weights, or None."""

@@ -73,13 +73,20 @@ def which_cache(cache: str | None, backend: registry.Backend, graph: bool) -> st
     return cache
 
 
+def why_not_replaced(model: hf.PreTrainedModel, backend: registry.Backend) -> str | None:
+    """Why attention code of the model's own cannot be replaced by this backend; None if it can, or there is none."""
+    if hf.own_attention(model) is None or backend.exact:
+        return None
+    has = "has ALiBi" if hf.has_alibi(model.config) else "has attention code of its own"
+    return f"{has}, which {backend.name!r} does not support. Use another backend, such as 'lean'."
+
+
 def check_model(model: hf.PreTrainedModel, backend: registry.Backend) -> None:
     """Raise ValueError for a model that cannot run the backend, or that generates through another model."""
     name = type(model).__name__
     replaced = hf.own_attention(model) is not None
-    if replaced and not backend.exact:
-        has = "has ALiBi" if hf.has_alibi(model.config) else "has attention code of its own"
-        raise ValueError(f"{name} {has}, which {backend.name!r} does not support. Use another backend, such as 'lean'.")
+    if reason := why_not_replaced(model, backend):
+        raise ValueError(f"{name} {reason}")
     if reason := hf.why_not_own_attention(model):
         raise ValueError(f"{name} cannot be patched: {reason}")
     if (reason := hf.why_not_model(type(model.config))) and not replaced:

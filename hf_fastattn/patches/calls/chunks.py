@@ -81,9 +81,9 @@ def bytes_per_token(model: hf.PreTrainedModel) -> int:
     activation, product) of each chosen expert; and the logits, if the model computes those of all tokens.
     """
     config, head, run = model.config.get_text_config(decoder=True), model.get_output_embeddings(), hf.step_modules(model)
-    chosen, states, widest = getattr(config, "num_experts_per_tok", None) or 1, 6, 0
+    (chosen, _), states, widest = hf.experts_of(config), 6, 0
     for weights in hf.weights(model):
-        module, times = weights.module, chosen if ".experts." in f"{weights.path}." else 1
+        module, times = weights.module, chosen if weights.of_experts else 1
         if module not in run or module is head or isinstance(module, torch.nn.Embedding):
             continue
         matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
