@@ -12,7 +12,7 @@ import argparse
 
 import torch
 
-from hf_fastattn import explain
+from hf_fastattn.explanation import explain
 from hf_fastattn.patches import patch
 
 from . import families
