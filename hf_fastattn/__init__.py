@@ -5,7 +5,7 @@ Importing this package adds names to Transformers and changes nothing else.
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 from . import backends as _backends
 from . import training as training
