@@ -7,7 +7,7 @@ chat, several rows, padding, beams. Then it makes them again. "stall" is what a 
 
     empty      an empty cache, and calls right after patch()
     later      an empty cache, and the first call WAIT seconds after patch()
-    imported   an empty cache into which `hf-fastattn warm --import` has read the kernels of the first kind
+    imported   an empty cache into which `hf-fastattn warm --import` has read the kernels that `warm --export` has compiled
     lazy       an empty cache, with compile="lazy"
     two cores  as "empty", on two cores
     stock      generate() with sdpa, without patch()
@@ -163,7 +163,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.sessio
             limit, row = min(LIMIT, max(30, results.left())), {"kind": kind}
             try:
                 if kind == "imported":
-                    row["import_s"] = imported(args.shape, device, folder, caches[args.kinds[0]], caches[kind], limit)
+                    full = caches["empty"] if "empty" in args.kinds[: args.kinds.index(kind)] else folder / "full"
+                    row["import_s"] = imported(args.shape, device, folder, full, caches[kind], limit)
                 row |= json.loads(run(CHILD, [args.shape, kind, str(device)], caches[kind], limit))
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 results.add({}, kind, f"{kind} failed: {error}", False)

@@ -68,7 +68,7 @@ class Subject:
         """Raises AssertionError if a result is wrong."""
         want = torch.nn.functional.scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=True)
         for run in (self.tree, self.ring):
-            torch.testing.assert_close(run(), want, rtol=0, atol=0.02)
+            torch.testing.assert_close(run(), want, rtol=0, atol=0.02 * want.abs().max().item())  # of a mean of many values
 
 
 def row_of(tokens: int, group: Group) -> dict:

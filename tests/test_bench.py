@@ -340,6 +340,16 @@ def test_learned_positions_cover_the_prompt(tmp_path, monkeypatch):
     assert result["config"]["max_position_embeddings"] == 168 and row["rivals"][grid.OURS]["ms"] > 0
 
 
+def test_kernels_for_an_import_are_not_compiled_into_the_cache_of_a_kind_that_follows(tmp_path, monkeypatch):
+    caches = []
+    monkeypatch.setattr(session, "imported", lambda *args: caches.append([path.name for path in args[3:5]]) or 0.0)
+    phase = {"first_s": [1.0], "stall_s": [0.5, 0.5], "compiled": 0}
+    monkeypatch.setattr(session, "run", lambda *_: json.dumps({"phases": [phase], "patch_s": 0.0}))
+    for kinds in ("empty,imported", "imported,empty", "imported"):
+        assert session.main(["--shape", "tiny", "--kinds", kinds, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert caches == [["empty", "imported"], *[["full", "imported"]] * 2]
+
+
 @pytest.mark.slow
 def test_first_sessions(tmp_path, monkeypatch):
     """In processes of their own; a kind whose process fails says why."""

@@ -98,9 +98,10 @@ def test_only_experts_that_rows_choose_are_read():
     assert facts.read_bytes(10**4) == pytest.approx(facts.dense_bytes + facts.expert_bytes)
 
 
-@pytest.mark.parametrize("model_type", ["gemma4_text", "aria_text", "jetmoe"])
+@pytest.mark.parametrize("model_type", ["gemma4_text", "aria_text", "jetmoe", "hunyuan_v1_moe"])
 def test_experts_by_their_other_names(model_type):
     own = {"gemma4_text": {"enable_moe_block": True, "num_experts": 16, "top_k_experts": 2, "moe_intermediate_size": 704}}
+    own["hunyuan_v1_moe"] = {"num_hidden_layers": 2, "num_experts": 8, "moe_topk": [1, 2], "head_dim": 128}
     facts = explain(CONFIG_MAPPING[model_type](**own.get(model_type, {})), length=64).facts
     chosen, count = facts.experts
     assert chosen == 2 and count == (16 if model_type == "gemma4_text" else 8)

@@ -224,6 +224,7 @@ def test_norms_that_the_rotation_cannot_take_run_before_it():
         ),
         "added": lambda: norms[0](wide) + q.view(1, 1, 4, 64).expand(1, 3, 4, 64).contiguous(),
         "alone": lambda: norms[0](wide),
+        "of a transposed sum": lambda: norms[0]((wide.contiguous() + 1.5 * wide.contiguous()).transpose(1, 2)),
     }
     for name, case in cases.items():
         expected = case()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import checkpoint
 import processes
@@ -61,6 +62,15 @@ def test_generate_prints_on_one_rank(commands):
     assert first.result == second.result == [0] * 9, first.output + second.output
     assert "| lean" in first.output and "lean.decode" in first.output
     assert "| lean" not in second.output
+
+
+def test_the_check_of_tree_and_ring_fails_for_zeros_where_results_are_small():
+    q, k, v = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8) / 1000
+    right = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    given = {"q": q, "k": k, "v": v, "tree": lambda: right}
+    tree.Subject.check(SimpleNamespace(**given, ring=lambda: right))
+    with pytest.raises(AssertionError):
+        tree.Subject.check(SimpleNamespace(**given, ring=lambda: torch.zeros_like(right)))
 
 
 def lines_of(found: dict) -> list[list[str]]:

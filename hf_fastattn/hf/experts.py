@@ -25,10 +25,10 @@ _layouts: dict[tuple[object, ...], mixture.Layout | str] = {}
 
 
 def experts_of(config: Any) -> tuple[int, int]:
-    """(experts of a token, all experts of a layer) of a text configuration; (1, 1) without any."""
+    """(experts of a token, all experts of a layer) of a text configuration; the most of layers that differ; or (1, 1)."""
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     count, chosen = (
-        next((n for name in names if (n := getattr(config, name, None))), None)
+        next((max(n) if isinstance(n, list | tuple) else n for name in names if (n := getattr(config, name, None))), None)
         for names in (counts, ("num_experts_per_tok", "top_k_experts", "moe_topk"))
     )
     return (chosen or count, count) if count else (1, 1)

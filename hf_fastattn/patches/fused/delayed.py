@@ -207,7 +207,7 @@ class _Delayed(TorchDispatchMode):
 
     def _gated(self, a: torch.Tensor, b: object) -> torch.Tensor | None:
         """The product with the delayed sigmoid, which has an element for each one or each row; None if neither is it."""
-        if self.sigmoid is None or not isinstance(b, torch.Tensor) or _storage(a) == _storage(b):
+        if self.sigmoid is None or not isinstance(b, torch.Tensor) or not subclass.has_kernels(b) or _storage(a) == _storage(b):
             return None
         gate, x = self.sigmoid[1], b if a is self.sigmoid[1] else a
         fits = gate.shape in (x.shape, (*x.shape[:-1], 1)) and (gate.dtype, gate.device) == (x.dtype, x.device)
@@ -341,7 +341,7 @@ class _Delayed(TorchDispatchMode):
     def _ends_in(self, x: torch.Tensor) -> bool:
         """Whether x is the result of the chain."""
         out = None if self.chain is None else self.chain.out  # x may have it in another shape, of the same rows
-        if out is None:
+        if out is None or not x.is_contiguous():  # heads that are transposed are other rows at the same address
             return False
         return (gpu.address_of(x), x.numel(), x.shape[-1]) == (gpu.address_of(out), out.numel(), out.shape[-1])
 
