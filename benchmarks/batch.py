@@ -8,10 +8,10 @@ generate_batch() of the model before, with sdpa. generate() reads all prompts of
 many tokens for each row as for the longest one; its rate counts the tokens that were asked for. The first call of each is not
 timed, and has at most WARM new tokens in each text, but that of the stock methods, which compile nothing. They get every
 `part`-th request of a case with one, and at most WARM new tokens of each; with fewer rows at once, rate and memory of stock
-generate() are less than those of the whole case. "idle" is the share of the time between the first and
-the last kernel of a profiled generate_batch(), of at most PROFILED new tokens in each text, in which no kernel ran. A case fails
-if a greedy text of generate_batch() has a token whose logit is further below the largest one, by eager attention for the text
-alone, than twice what stock generate() of the same prompts alone has, plus 4 eps of the largest logit.
+generate() are less than those of the whole case. "idle" is the share of the time between the first and the last kernel of a
+profiled generate_batch(), of at most PROFILED new tokens in each text, in which no kernel ran. A case fails if a greedy text
+of generate_batch() has a token whose logit is further below the largest one, by eager attention for the text alone, than twice
+what stock generate() of the same prompts alone has, plus 4 eps of the largest logit.
 """
 
 from __future__ import annotations

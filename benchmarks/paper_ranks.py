@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .paper import FIGURE_8
-from .ranks_group import Group, end_after, join
+from .ranks_group import Group, end_after, join, leave
 from .results import Results, add_options, command, conditions, need_gpu
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs
 from .timing import METHOD, num_sets
@@ -74,9 +74,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
             row = row_of(shape, group, share_of)
         if group.results is not None:
             group.results.add(row, str(shape), "  ".join([str(shape), *(f"{name} {x:.1f}" for name, x in row["us"].items())]))
-    end_after(LIMIT)
-    dist.destroy_process_group()
-    end_after(None)
+    leave(LIMIT)
     return 0
 
 

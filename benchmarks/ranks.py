@@ -28,7 +28,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 import transformers
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
@@ -39,7 +38,7 @@ from hf_fastattn.explanation import costs
 from .families import FAMILIES, bandwidth
 from .grid import pairs, row_lengths
 from .models import COMMON, SHAPES, dtype_for, step_bytes, with_share
-from .ranks_group import Group, end_after, join
+from .ranks_group import Group, end_after, join, leave
 from .ranks_rivals import MODELS, MORE, NAMES, NO_TIME, OURS, SHARED, check, fills, measure, why_not
 from .results import Results, add_options, check_names, command, conditions, listed, need_gpu
 from .runs import free, make_prompt
@@ -199,9 +198,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
         free(device)
     for row in rows:
         group.save(row)
-    end_after(args.limit)
-    dist.destroy_process_group()
-    end_after(None)
+    leave(args.limit)
     return 0
 
 

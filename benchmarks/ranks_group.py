@@ -80,3 +80,10 @@ def end_after(seconds: float | None) -> None:
         faulthandler.cancel_dump_traceback_later()
         return
     faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def leave(seconds: float) -> None:
+    """Destroy the process group, or end this process after so many seconds."""
+    end_after(seconds)
+    dist.destroy_process_group()
+    end_after(None)

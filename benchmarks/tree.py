@@ -23,7 +23,7 @@ from hf_fastattn.kernels.merge import merge
 from hf_fastattn.kernels.spec import KV, Spec
 
 from .context import HEAD_DIM, HEADS, KV_HEADS, draw
-from .ranks_group import Group, end_after, join
+from .ranks_group import Group, end_after, join, leave
 from .results import Results, add_options, command, conditions, listed, need_gpu
 from .timing import elapsed_us
 
@@ -119,9 +119,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.tree")
             row = row_of(tokens, group)
         if group.results is not None:
             group.results.add(row, str(tokens), f"{tokens} tokens, {group.size} ranks: {row['us']}")
-    end_after(LIMIT)
-    dist.destroy_process_group()
-    end_after(None)
+    leave(LIMIT)
     return 0
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 kernels: list[Any] = []
-SLOW = 2.0  # seconds
+SLOW = 2.0  # a kernel whose compilation takes more seconds is slow
 
 
 def main(workers: int) -> None:
