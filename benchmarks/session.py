@@ -26,7 +26,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -171,8 +170,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.sessio
                 results.add({}, kind, f"{kind} failed: {error}", False)
                 continue
             stalls, compiled = ([x for p in row["phases"] for x in p["stall_s"]], sum(p["compiled"] for p in row["phases"]))
+            every = sum(max(0, stall) for stall in stalls)
             said = f"first call {row['phases'][0]['first_s'][0]:.2f} s, longest other stall {max(stalls[1:]):.2f} s, all "
-            said += f"{sum(map(partial(max, 0), stalls)):.1f} s, {compiled} compiled by its process, patch() {row['patch_s']:.3f} s"
+            said += f"{every:.1f} s, {compiled} compiled by its process, patch() {row['patch_s']:.3f} s"
             results.add(row, kind, f"{kind}: {said}" + (f", import {row['import_s']:.1f} s" if "import_s" in row else ""))
     results.save()
     return 1 if results.data["failed"] else 0
