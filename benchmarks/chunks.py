@@ -48,13 +48,14 @@ def measure(subject: Subject, name: str, device: torch.device, repeats: int) -> 
     options = {} if auto or asked == "whole" else {"prefill_chunk_size": int(asked)}
     row: dict = {"case": name, "tokens": tokens, "asked": asked, "chunk": options.get("prefill_chunk_size")}
     seconds, peaks = [], []
+    free(device)
+    before = 0 if device.type != "cuda" else torch.cuda.memory_allocated(device)  # weights
     try:
         with patch(model, prefill_chunk="auto" if auto else None), chosen(row if auto else {}):
             for repeat in range(repeats + 1):
                 cache = PreallocatedCache(model, tokens + 1)
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
-                before = 0 if device.type != "cuda" else torch.cuda.memory_allocated(device)
                 found = run(model, prompt, 1, cache, **options)
                 if repeat:
                     seconds.append(found.first_token_s)
