@@ -3,15 +3,16 @@
     python -m benchmarks.batch                         # the shape of Llama 3.1 8B
     python -m benchmarks.batch --only job,samples
 
-"batch" is generate_batch() and "generate" generate() of the patched model; "stock" is generate() and "continuous" is
-generate_batch() of the model before, with sdpa. generate() reads all prompts of a case as one padded batch and generates as
-many tokens for each row as for the longest one; its rate counts the tokens that were asked for. The first call of each is not
-timed, and has at most WARM new tokens in each text, but that of the stock methods, which compile nothing. They get every
-`part`-th request of a case with one, and at most WARM new tokens of each; with fewer rows at once, rate and memory of stock
-generate() are less than those of the whole case. "idle" is the share of the time between the first and the last kernel of a
-profiled generate_batch(), of at most PROFILED new tokens in each text, in which no kernel ran. A case fails if a greedy text
-of generate_batch() has a token whose logit is further below the largest one, by eager attention for the text alone, than twice
-what stock generate() of the same prompts alone has, plus 4 eps of the largest logit.
+"batch" is generate_batch() and "generate" generate() of the patched model; "unshared" is "batch" with a prompt for each sample,
+which is read and stored for it alone; "stock" is generate() and "continuous" is generate_batch() of the model before, with sdpa.
+generate() reads all prompts of a case as one padded batch and generates as many tokens for each row as for the longest one; its
+rate counts the tokens that were asked for. The first call of each is not timed, and has at most WARM new tokens in each text, but
+that of the stock methods, which compile nothing. They get every `part`-th request of a case with one, and at most WARM new tokens
+of each; with fewer rows at once, rate and memory of stock generate() are less than those of the whole case. "idle" is the share
+of the time between the first and the last kernel of a profiled generate_batch(), of at most PROFILED new tokens in each text, in
+which no kernel ran. A case fails if a greedy text of generate_batch() has a token whose logit is further below the largest one,
+by eager attention for the text alone, than twice what stock generate() of the same prompts alone has, plus 4 eps of the largest
+logit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .results import Results, check_names, command, listed
 from .runs import free, make_prompt, synchronize, twin
 
 METHOD = "whole calls, from lists of ids to lists of tokens; medians of the timed calls"
-RIVALS = ("batch", "generate", "stock", "continuous")
+RIVALS = ("batch", "generate", "unshared", "stock", "continuous")
 CHECKED = 4  # texts whose tokens are judged
 JUDGED = 512  # tokens of the longest of them
 LONGEST = 2048  # tokens of a prompt whose text is judged
@@ -63,16 +64,15 @@ def generated(model, rival: str, prompts: list[list[int]], copies: int, new: lis
     if rival == "batch":
         results = model.generate_batch(prompts, max_new_tokens=new, progress_bar=False, **sampling)
         return [result.generated_tokens for result in results.values()]
-    if rival == "continuous":
+    if rival in ("continuous", "unshared"):
         from transformers import ContinuousBatchingConfig
 
         config = type(model.generation_config)(
             max_new_tokens=max(new), **{**sampling, "num_return_sequences": 1}, eos_token_id=-1
         )
         texts = [ids for ids in prompts for _ in range(copies)]
-        results = model.generate_batch(
-            texts, generation_config=config, continuous_batching_config=ContinuousBatchingConfig(), progress_bar=False
-        )
+        batching = ContinuousBatchingConfig(**({"allow_block_sharing": False} if rival == "unshared" else {}))
+        results = model.generate_batch(texts, generation_config=config, continuous_batching_config=batching, progress_bar=False)
         limits = [limit for limit in new for _ in range(copies)]
         return [result.generated_tokens[:limit] for result, limit in zip(results.values(), limits, strict=True)]
     width = max(map(len, prompts))
@@ -169,7 +169,7 @@ def measure(subject: Subject, name: str, device: torch.device, rivals: list[str]
     rows = [i for i in rows if lengths[i] <= LONGEST]  # eager attention computes all scores
     alone = {i: generated(model, "stock", [prompts[i]], 1, cut([new[i]], JUDGED), device)[0] for i in rows}
     with patch(model, "lean") as under:
-        for rival in ("batch", "generate"):
+        for rival in ("batch", "generate", *(["unshared"] if copies > 1 else [])):
             if rival in rivals:
                 row[rival] = timed(model, rival, (prompts, copies, new), 1 + repeats, device)
         if "batch" in rivals:

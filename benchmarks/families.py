@@ -105,7 +105,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "mixtral-8x7b": ("mixtral", _WIDE | {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 32768}),
     "bloom-7b1": ("bloom", {"vocab_size": 250880, "hidden_size": 4096, "n_layer": 30, "n_head": 32}),  # with ALiBi, as the next
-    "mpt-7b": ("mpt", {"vocab_size": 50432, "d_model": 4096, "n_layers": 32, "n_heads": 32, "max_seq_len": 4096}),
+    "mpt-7b": (
+        "mpt",
+        {"vocab_size": 50432, "d_model": 4096, "n_layers": 32, "n_heads": 32, "max_seq_len": 8192, "use_cache": True},
+    ),
     "tiny": SHAPES["tiny"],  # for trials
 }
 

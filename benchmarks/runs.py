@@ -13,7 +13,7 @@ import torch
 
 from hf_fastattn import hf
 from hf_fastattn.caches.stored import StoredCache
-from hf_fastattn.patches import Patch
+from hf_fastattn.patches import Patch, patch
 from hf_fastattn.patches.graphs import graphs as graph
 
 SKIP = 5  # the time of a token is measured from new token SKIP + 1 on
@@ -204,6 +204,14 @@ def compare(ours: Run, theirs: Run) -> dict:
     return found
 
 
+def uncaptured_of(model, backend: str):
+    """A model over the same weights whose steps a backend computes without graphs and fused launches."""
+    other = twin(model, backend)
+    if hf.own_attention(other):  # whose code does not read attn_implementation
+        patch(other, backend, graph=False, fuse=False)
+    return other
+
+
 def check(ours: Rival, cache, model) -> dict:
     """Compares captured with uncaptured steps of one backend over the same cache, and the attention of `model`, which has the
     weights, with these."""
@@ -212,7 +220,7 @@ def check(ours: Rival, cache, model) -> dict:
     few = steps if has_states(cache) else 6  # differences of a state add up
     captured, uncaptured, other = (
         run(each, ours.prompt, new, rewind(cache, ours.prompt), logits=True)
-        for each, new in ((ours.model, steps), (twin(model, ours.patch.backend), steps), (stock, few))
+        for each, new in ((ours.model, steps), (uncaptured_of(model, ours.patch.backend), steps), (stock, few))
     )
     rewind(cache, ours.prompt)
     found = verdict(captured, uncaptured, other, ours.model.dtype)

@@ -97,15 +97,17 @@ def prompts(result: dict) -> str:
 
 
 def batch(result: dict) -> str:
-    labels = {"batch": "`generate_batch()`", "generate": "`generate()`", "stock": "stock", "continuous": "stock's batching"}
+    labels = {"batch": "`generate_batch()`", "unshared": "prompts not shared", "generate": "`generate()`"}
+    labels |= {"stock": "stock", "continuous": "stock's batching"}
     rows = []
     for row in result["rows"]:
         found = [row.get(name, {}) for name in labels]
         figures = [*(figure(each.get("tokens_per_s"), 0) for each in found)]
         figures += [figure(peak and peak / 1e9, 1) for peak in (each.get("peak_bytes") for each in found)]
+        figures.append(None if row.get("idle") is None else figure(100 * row["idle"]))
         rows.append([row["case"], len(row["lengths"]), row["copies"], sum(row["new"]) * row["copies"], row["part"], *figures])
     head = ["case", "prompts", "samples", "new tokens", "part", *(f"tokens/s, {label}" for label in labels.values())]
-    head += [f"peak GB, {label}" for label in labels.values()]
+    head += [*(f"peak GB, {label}" for label in labels.values()), "GPU idle, %"]
     missed = f" No time was left for {', '.join(result['not_run'])}." if result["not_run"] else ""
     return f"**Jobs of prompts**, {model(result)} {by_method(result)}.{missed}\n\n{table(head, rows)}"
 

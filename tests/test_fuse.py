@@ -25,7 +25,7 @@ from hf_fastattn import hf
 from hf_fastattn.hf import experts, norms
 from hf_fastattn.hf.llama import is_embedding
 from hf_fastattn.kernels import HAS_TRITON, INTERPRETED
-from hf_fastattn.patches.fused import linears, subclass
+from hf_fastattn.patches.fused import activations, linears, subclass
 from hf_fastattn.patches.fused import norms as fuse
 
 if HAS_TRITON:
@@ -413,3 +413,54 @@ def test_other_models_are_not_imported_to_compare_with_their_code(monkeypatch):
     model = tiny("llama")
     kinds = (hf.is_phi3s_mlp, hf.mixer_of, functools.partial(hf.routing, module=model))
     assert not any(kind(type(module).forward) for module in model.modules() for kind in kinds)
+
+
+@runs_kernels
+def test_a_gelu_in_parts_is_one_operation_but_for_gradients_and_replaced_functions(monkeypatch):
+    from transformers.activations import FastGELUActivation, GELUTanh, NewGELUActivation
+    from transformers.models.bloom import modeling_bloom
+
+    model = torch.nn.Sequential(
+        torch.nn.Linear(1, 1), NewGELUActivation(), FastGELUActivation(), modeling_bloom.BloomGelu(), GELUTanh()
+    ).to(DEVICE)
+    fused = activations.fuse(model)
+    assert fused == [*model[1:4]]
+    x = torch.linspace(-6, 6, 300, device=DEVICE)
+    for act in fused:
+        stock = type(act).__mro__[1]()
+        with Operations() as operations, torch.no_grad():
+            out = act(x)
+        assert operations.names == ["gelu"]
+        torch.testing.assert_close(out, stock(x), atol=1e-6, rtol=1e-5)
+        of, by = (x.clone().requires_grad_() for _ in range(2))
+        act(of).sum().backward()
+        stock(by).sum().backward()
+        assert torch.equal(of.grad, by.grad)
+    monkeypatch.setattr(modeling_bloom, "bloom_gelu_forward", lambda x: x + 1)
+    with torch.no_grad():
+        assert torch.equal(model[3](x), x + 1)
+    subclass.restore(fused)
+    assert [type(act) for act in fused] == [NewGELUActivation, FastGELUActivation, modeling_bloom.BloomGelu]
+
+
+def test_a_gelu_that_someone_has_replaced_is_not_fused(monkeypatch):
+    from transformers.activations import NewGELUActivation
+    from transformers.models.bloom import modeling_bloom
+
+    monkeypatch.setattr(NewGELUActivation, "forward", lambda self, x: x)
+    monkeypatch.setattr(modeling_bloom, "bloom_gelu_forward", lambda x: x)
+    own = type("NewGELUActivation", (NewGELUActivation,), {})
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), NewGELUActivation(), modeling_bloom.BloomGelu(), own())
+    assert activations.fuse(model, lambda device: True) == []
+
+
+class Operations(TorchDispatchMode):
+    """Inside it, the names of torch's operations are noted."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

@@ -19,10 +19,10 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from hf_fastattn.kernels import HAS_TRITON
 from hf_fastattn.kernels.host import gpu
+from hf_fastattn.patches.fused import activations, residual, subclass
 from hf_fastattn.patches.fused import delayed as merged
 from hf_fastattn.patches.fused import linears as projections
 from hf_fastattn.patches.fused import norms as fuse
-from hf_fastattn.patches.fused import residual, subclass
 
 if HAS_TRITON:
     from hf_fastattn.kernels.decode import linear_rows
@@ -289,7 +289,8 @@ def test_projections_that_someone_changed_are_computed_one_by_one(linear_calls, 
 def fused_for_graphs(model):
     found = fuse.find(model)
     fuse.fuse(found)
-    return [module for modules in (*found, projections.join(model), residual.join(model)) for module in modules]
+    joined = projections.join(model), residual.join(model), activations.fuse(model)
+    return [module for modules in (*found, *joined) for module in modules]
 
 
 RESIDUAL = product(["llama", "qwen3", "gemma2"], [1, 2])
@@ -312,12 +313,12 @@ def test_the_layer_before_a_residual_connection_adds(family, tokens, linear_call
     assert not any(subclass.is_fused(module) for module in model.modules())
 
 
-# Launches of linear layers in a decoder layer: projections, o_proj, and the MLP's. Phi's GELU begins with a product.
+# Launches of linear layers in a decoder layer: projections, o_proj, and the MLP's.
 AFTER = {
     "opt": ["mul", 1, "relu", 1],
     "gpt_neox": [1, 1, "gelu", 1],
     "starcoder2": [3, "add", "gelu_tanh", 1],
-    "phi": [3, 1, "mul", 1],
+    "phi": [3, 1, "gelu_tanh", 1],
     "llama": [3, "add", "silu", "add"],
 }
 

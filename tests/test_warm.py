@@ -29,8 +29,11 @@ if INTERPRETED:
 
 import every_model
 import lives
+import triton
+import triton.language as tl
 from test_compile_offline import OfflineDriver
 from transformers import ContinuousBatchingConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -107,6 +110,34 @@ def test_the_list_of_a_hybrid_has_what_its_calls_meet(name):
 def test_models_whose_caches_or_layers_their_configuration_does_not_say_have_a_list(family, name):
     model = every_model.named(f"{name}ForCausalLM", family, "causal").bfloat16()
     assert len(hf_fastattn.kernels_of(model, (1,), tokens=300, target=H100)) > 10
+
+
+@triton.jit
+def _of_another_package(x, SIZE: tl.constexpr):
+    tl.store(x, SIZE)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_kernels_of_other_packages_are_not_launched_for_the_list(tuned, monkeypatch):
+    """They would write to the null pointers of tensors without memory, and an autotuner would keep what it measures."""
+    launched = []
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **kwargs: launched.append(args))
+    monkeypatch.setattr(triton.runtime.autotuner.Autotuner, "run", lambda self, *args, **kwargs: launched.append(args))
+    kernel = triton.autotune([triton.Config({"SIZE": 1})], key=[])(_of_another_package) if tuned else _of_another_package
+    inner = LlamaMLP.forward
+
+    def forward(self, x):
+        out = inner(self, x)
+        kernel[(1,)](out)
+        return out
+
+    listed = hf_fastattn.kernels_of(tiny("llama"), (1,), tokens=300, target=H100)
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    also = hf_fastattn.kernels_of(tiny("llama"), (1,), tokens=300, target=H100)
+    assert {each.name for each in also} <= {each.name for each in listed}
+    assert launched == []
+    kernel[(1,)](torch.ones(1))
+    assert len(launched) == 1
 
 
 @pytest.mark.slow

@@ -64,6 +64,13 @@ class Asked(NamedTuple):
         return self.config.num_return_sequences or 1
 
 
+class Text(NamedTuple):
+    """The most tokens of a text, and how many of them are behind a prompt that another text of the call has too."""
+
+    tokens: int
+    own: int
+
+
 class Settings(NamedTuple):
     """The sizes of a job. windows: of each layer; None if it sees all tokens. pages: numbers of pages, for layers of each of
     windows_of(windows). width: the most pages of a text. budget: the most tokens of prompts in a forward."""
@@ -176,28 +183,31 @@ def limits_of(model: hf.PreTrainedModel, asked: Asked, prompts: list[list[int]],
 def settings_of(
     model: hf.PreTrainedModel,
     asked: Asked,
-    texts: list[int],
+    texts: list[Text],
     batching: hf.ContinuousBatchingConfig | None,
     kinds: Sequence[hf.Kind],
     held: int = 0,
 ) -> Settings:
-    """The sizes of a job. texts: the most tokens of each text. kinds: of the layers. held: bytes that can be freed for its pages.
+    """The sizes of a job. kinds: of the layers. held: bytes that can be freed for its pages.
     Raises ValueError."""
     batching = getattr(asked.config, "continuous_batching_config", None) if batching is None else batching
     check_type("continuous_batching_config", batching, hf.ContinuousBatchingConfig)
     size = SIZE if batching is None else hf.page_size_of(batching)
     check_size(size)
     rows = _given(batching, "max_requests_per_batch") or min(MOST_ROWS, len(texts))
-    share = _given(batching, "max_memory_percent") or SHARE
+    part = _given(batching, "max_memory_percent") or SHARE
     budget = _given(batching, "max_batch_tokens") or asked.config.prefill_chunk_size or BUDGET
     windows = [kind.window for kind in kinds]
-    pages = _needed(sorted(texts, reverse=True)[:rows], windows, size, budget)
+    share = bool(getattr(batching, "allow_block_sharing", True))
+    lengths = [text.tokens for text in texts]
+    own = [min(text.tokens, text.own + size) for text in texts] if share else lengths
+    pages = _needed(sorted(own, reverse=True)[:rows], windows, size, budget)
     held_pages = range(0 if None in windows else 1, len(pages))  # those that take memory
     if (given := _given(batching, "num_blocks")) is not None:
         for index in held_pages:
             pages[index] = given if index == 0 else min(given, pages[index])
     elif (free := free_bytes(model.device)) is not None:
-        part = (free + held) * share / bytes_of(model, windows, size, pages)
+        part *= (free + held) / bytes_of(model, windows, size, pages)
         for index in held_pages:
             pages[index] = max(1, min(pages[index], int(pages[index] * part)))
     return Settings(
@@ -205,19 +215,19 @@ def settings_of(
         rows,
         windows,
         [count + 1 for count in pages],
-        -(-max(texts) // size),
+        -(-max(lengths) // size),
         budget,
-        bool(getattr(batching, "allow_block_sharing", True)),
+        share,
         bool(getattr(batching, "return_logprobs", False)),
     )
 
 
-def room_for(rows: list[Row], model: hf.PreTrainedModel) -> list[int]:
-    """The lengths of texts for which a manager makes room: as many as a job has rows, of the longest length that waits, rounded
+def room_for(rows: list[Row], model: hf.PreTrainedModel) -> list[Text]:
+    """The texts for which a manager makes room: as many as a job has rows, of the longest length that waits, rounded
     up to a power of 2. Without a GPU, whose free memory limits them, twice as many as wait."""
     longest = 1 << max(len(row.prompt) + row.limit - 1 for row in rows).bit_length()
     waiting = 2 * sum(row.copies for row in rows)
-    return [longest] * (MOST_ROWS if model.device.type == "cuda" else min(MOST_ROWS, max(8, waiting)))
+    return [Text(longest, longest)] * (MOST_ROWS if model.device.type == "cuda" else min(MOST_ROWS, max(8, waiting)))
 
 
 def _given(batching: hf.ContinuousBatchingConfig | None, name: str) -> Any:
@@ -228,6 +238,12 @@ def _given(batching: hf.ContinuousBatchingConfig | None, name: str) -> Any:
             f"{name} of the ContinuousBatchingConfig must be {'' if whole else 'an integer '}above 0; got {value!r}."
         )
     return value
+
+
+def texts_of(prompts: list[list[int]], new: list[int], copies: int) -> list[Text]:
+    """The texts of prompts with so many new tokens, each of which is continued so many times."""
+    both = [(len(ids) + count, count) for ids, count in zip(prompts, new, strict=True)]
+    return [Text(tokens, own if copy else tokens) for tokens, own in both for copy in range(copies)]
 
 
 def _needed(texts: list[int], windows: Sequence[int | None], size: int, budget: int) -> list[int]:

@@ -107,6 +107,23 @@ def activation_name(act: torch.nn.Module) -> str | None:
     return None
 
 
+GELU_PARTS = ("bloom_gelu_forward", "GeLUFunction")  # functions of a file that its GELU is made of
+_IN_PARTS = {
+    ("transformers.activations", "NewGELUActivation"),
+    ("transformers.activations", "FastGELUActivation"),
+    ("transformers.models.bloom.modeling_bloom", "BloomGelu"),
+}
+
+
+def is_gelu_in_parts(act: torch.nn.Module) -> bool:
+    """Whether a module computes gelu(x, approximate="tanh") operation by operation, without parameters, in Transformers' code."""
+    cls = type(act)
+    names = getattr(cls.forward, "__globals__", {})
+    parts = (cls.forward, *(names[name] for name in GELU_PARTS if name in names))
+    place = (cls.__module__, cls.__qualname__)
+    return place in _IN_PARTS and all(getattr(part, "__module__", None) == module_of(cls.forward) == place[0] for part in parts)
+
+
 def reads(function: object, name: str) -> bool:
     """Whether a Python function uses this name. To ask before the file of another model is imported, to compare with its code."""
     return name in getattr(getattr(function, "__code__", None), "co_names", ())

@@ -21,7 +21,7 @@ from .calls.caches import CallCaches
 from .calls.copies import copied, not_pickled
 from .calls.methods import METHODS, Generation
 from .configs import OwnConfigs
-from .fused import attention, experts, linears, residual, states, subclass, sums
+from .fused import activations, attention, experts, linears, residual, states, subclass, sums
 from .fused import norms as fusion
 from .graphs import graphs
 from .graphs.state import MARK
@@ -151,14 +151,16 @@ class Patch:
             found = found._replace(linears=[])
         fusion.fuse(found)
         mixers, gated = states.fuse(model)
+        gelus = activations.fuse(model)
         joined, layers = (linears.join(model), residual.join(model)) if self.graph else ([], [])
-        self._fused += [weakref.ref(module) for modules in (*found, mixers, gated, joined, layers) for module in modules]
+        self._fused += [weakref.ref(module) for modules in (*found, mixers, gated, gelus, joined, layers) for module in modules]
         for what, modules, before, after in (
             ("RMSNorm and LayerNorm", found.norms, "launched operation by operation", "one launch"),
             ("rotation of queries and keys", found.layers, "launched operation by operation", "one launch"),
             ("product in the MLP", found.mlps, "a third tensor", "in place"),
             ("steps of linear layers, of one token", mixers, "launched operation by operation", "two launches"),
             ("gated norms", gated, "launched operation by operation", "one launch"),
+            ("GELU", gelus, "launched operation by operation", "one launch"),
             ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
             ("projections of queries, keys and values, in decode graphs", joined, "up to four launches", "one"),
             ("residual connections, in decode graphs", layers, "two launches", "none"),

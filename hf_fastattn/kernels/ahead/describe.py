@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import os
@@ -145,8 +146,10 @@ def compile_launchers(kernels: Sequence[Kernel]) -> None:
 def describing(target: gpu.Target, before: Callable[[], None] | None = None) -> Iterator[dict[object, Kernel]]:
     """A context in which this thread's launches of tensors without memory (meta) are described, for a GPU of this kind.
 
-    Nothing is launched. Yields the descriptions. before: called before each of them.
+    Nothing is launched, kernels of other packages neither: their pointers would be null. Yields the descriptions. before: called
+    before each of them.
     """
+    _skip_others()
     found: dict[object, Kernel] = {}
 
     def note(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -160,6 +163,25 @@ def describing(target: gpu.Target, before: Callable[[], None] | None = None) -> 
         yield found
     finally:
         gpu.thread.target, launch.thread.describe = outer
+
+
+@cache
+def _skip_others() -> None:
+    """From now on a kernel of Triton that a thread calls while its launches are described does nothing. It would end the work of
+    the process on the GPU, and an autotuner would keep what it measures. All forms of kernels are called by this method."""
+    from triton.runtime.jit import KernelInterface
+
+    inner = KernelInterface.__getitem__
+
+    @functools.wraps(inner)
+    def run(self: Any, grid: Any) -> Any:
+        return inner(self, grid) if launch.thread.describe is None else _nothing
+
+    KernelInterface.__getitem__ = run
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 class Unknown(torch.overrides.TorchFunctionMode):

@@ -59,7 +59,7 @@ class Batches:
             given = kwargs.pop("max_new_tokens", None)
             asked = job.asked_of(model, generation_config, kwargs)
             new = job.limits_of(model, asked, prompts, given)
-            texts = [len(ids) + count for ids, count in zip(prompts, new, strict=True) for _ in range(asked.copies)]
+            texts = job.texts_of(prompts, new, asked.copies)
             with (
                 self.loop(model, asked, texts, continuous_batching_config) as loop,
                 hf.progress(len(texts), progress_bar) as progress,
@@ -100,9 +100,9 @@ class Batches:
 
     @contextmanager
     def loop(
-        self, model: hf.PreTrainedModel, asked: job.Asked, texts: list[int], batching: hf.ContinuousBatchingConfig | None
+        self, model: hf.PreTrainedModel, asked: job.Asked, texts: list[job.Text], batching: hf.ContinuousBatchingConfig | None
     ) -> Iterator[Loop]:
-        """The loop of a job for texts of at most so many tokens each. The model is in eval mode meanwhile, as in Transformers."""
+        """The loop of a job. The model is in eval mode meanwhile, as in Transformers."""
         caches = self.__self__.caches
         settings = job.settings_of(model, asked, texts, batching, caches.run, caches.pool.idle_bytes)
         vars(model)[MARK].begin_batches(settings.size)
@@ -198,7 +198,7 @@ class Managers:
         model = generation.model
         batches.prompts(model, [])
         asked = job.asked_of(model, generation_config, kwargs)
-        job.settings_of(model, asked, [1], batching, generation.caches.run)
+        job.settings_of(model, asked, [job.Text(1, 1)], batching, generation.caches.run)
 
         def read(inputs: list[list[int]], new: int | None) -> list[tuple[list[int], int]]:
             check_open(generation)
