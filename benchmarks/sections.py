@@ -367,6 +367,8 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("sampling_8b", "sampling_8b.json", sections_steps.sampling),
     ("kv_dtype_speed", "kv_dtype_speed.json", sections_steps.kv_dtype),
     ("batch", "batch.json", sections_steps.batch),
+    ("batch_samples", "batch_samples.json", sections_steps.batch),
+    ("chunks", "chunks_8b.json", sections_steps.chunks),
     ("rollout", "rollout.json", sections_steps.rollout),
     ("quantised", "quantised.json", sections_steps.quantised),
     ("ranks", "ranks_8b.json", partial(ranks, cases=["1x2097152"])),

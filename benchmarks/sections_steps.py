@@ -112,6 +112,18 @@ def batch(result: dict) -> str:
     return f"**Jobs of prompts**, {model(result)} {by_method(result)}.{missed}\n\n{table(head, rows)}"
 
 
+def chunks(result: dict) -> str:
+    rows = []
+    for row in result["rows"]:
+        asked = "in chunks" if row["asked"].isdecimal() else {"whole": "whole", "auto": '`"auto"`'}[row["asked"]]
+        read = row["chunk"] or row["tokens"]
+        figures = [figure(row.get("first_token_s"), 3)]
+        figures += [figure(row.get(name) and row[name] / 1e9, 2) for name in ("peak_bytes", "estimate_bytes")]
+        rows.append([f"{row['tokens']:,}", asked, f"{read:,}", *figures, f"{row['pairs'] / 1e6:,.0f}"])
+    head = ["tokens", "read", "tokens at once", "seconds", "peak GB", "estimated GB", "million scores of a head"]
+    return f"**Prompts read whole and in chunks**, {model(result)} {by_method(result)}:\n\n{table(head, rows)}"
+
+
 _OF_PROMPTS = ("first_token_s", "tokens_per_s", "peak_bytes")
 
 
