@@ -3,9 +3,10 @@
     python -m benchmarks.chunks --shape 8b
     python -m benchmarks.chunks --shape mistral-7b          # with a window
 
-Each row is one prompt of one length under patch(): as a whole, in chunks, or as prefill_chunk="auto" decides. A first
-generate(), which is not timed, compiles the kernels. "peak" is memory beside the weights and the cache. "pairs" is the number of
-scores of the largest chunk and one head: C x L, in a window C x L_w, which attention without tiles would store.
+Each row is one prompt of one length under patch(): as a whole, in chunks, or as prefill_chunk="auto" decides. A first generate(),
+of at most WARM tokens of the prompt, is not timed: it compiles the kernels. "peak" is memory beside the weights and the cache.
+"pairs" is the number of scores of the largest chunk and one head: C x L, in a window C x L_w, which attention without tiles would
+store.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .runs import free, make_prompt, run
 METHOD = (
     "greedy generate() of one row under patch(); host time to the first token, which the device has finished; best of the repeats"
 )
+WARM = 8192
 _CHUNKS = ("whole", "1024", "4096", "16384", "65536", "auto")
 # name: tokens of the prompt; how many are read at once, or "whole" or "auto"
 CASES: dict[str, tuple[int, str]] = {
@@ -44,7 +46,7 @@ def measure(subject: Subject, name: str, device: torch.device, repeats: int) -> 
     """The row of one case."""
     (tokens, asked), model = CASES[name], subject.model
     auto = asked == "auto"
-    prompt = make_prompt([tokens], subject.text_config.vocab_size, device)
+    short, prompt = (make_prompt([n], subject.text_config.vocab_size, device) for n in (min(tokens, WARM), tokens))
     options = {} if auto or asked == "whole" else {"prefill_chunk_size": int(asked)}
     row: dict = {"case": name, "tokens": tokens, "asked": asked, "chunk": options.get("prefill_chunk_size")}
     seconds, peaks = [], []
@@ -56,7 +58,7 @@ def measure(subject: Subject, name: str, device: torch.device, repeats: int) -> 
                 cache = PreallocatedCache(model, tokens + 1)
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(device)
-                found = run(model, prompt, 1, cache, **options)
+                found = run(model, prompt if repeat else short, 1, cache, **options)
                 if repeat:
                     seconds.append(found.first_token_s)
                     if device.type == "cuda":
