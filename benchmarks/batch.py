@@ -71,7 +71,7 @@ def generated(model, rival: str, prompts: list[list[int]], copies: int, new: lis
             max_new_tokens=max(new), **{**sampling, "num_return_sequences": 1}, eos_token_id=-1
         )
         texts = [ids for ids in prompts for _ in range(copies)]
-        batching = ContinuousBatchingConfig(**({"allow_block_sharing": False} if rival == "unshared" else {}))
+        batching = ContinuousBatchingConfig(allow_block_sharing=rival != "unshared")
         results = model.generate_batch(texts, generation_config=config, continuous_batching_config=batching, progress_bar=False)
         limits = [limit for limit in new for _ in range(copies)]
         return [result.generated_tokens[:limit] for result, limit in zip(results.values(), limits, strict=True)]

@@ -83,7 +83,7 @@ def told(result: dict, run: str) -> str:
 
 def noted(result: dict, runs: list[str]) -> str:
     """Runs as footnotes, which `report` numbers and puts at the end of the page."""
-    return "".join(f"[^{told(result, run)}]" for run in runs)
+    return "".join(dict.fromkeys(f"[^{told(result, run)}]" for run in runs))
 
 
 def older(result: dict) -> str:

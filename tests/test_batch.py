@@ -197,6 +197,22 @@ def test_processors_read_the_ids_of_their_row(case, seen):
     assert found == expected and found != plain
 
 
+@pytest.mark.parametrize("length, pages", [(40, 3 + 3 * 2), (3, 4 * 1)])
+def test_pages_of_samples_count_their_prompt_once(length, pages, seen):
+    """The samples of a job have room at once, with the pages that they do not share, and without sharing with all."""
+    model, config = tiny("llama"), options(do_sample=True, num_return_sequences=4, max_new_tokens=8)
+    texts = job.texts_of([[5] * length], [8], 4)
+    assert [text.tokens for text in texts] == [length + 8] * 4
+    found = {}
+    for share in (True, False):
+        asked, kinds = job.asked_of(model, config, {}), hf.layer_kinds(model.config)
+        found[share] = job.settings_of(model, asked, texts, sizes(allow_block_sharing=share), kinds).pages[0] - 1
+    assert found == {True: pages, False: 4 * -(-(length + 8) // 16)}
+    with hf_fastattn.patch(model):
+        assert len(model.generate_batch([[5] * length], config, sizes())) == 4
+    assert [loop.preempted for loop in seen] == [0]
+
+
 def test_ends(seen):
     model, texts = tiny("llama", "eager"), ragged()
     plain = alone(model, texts)

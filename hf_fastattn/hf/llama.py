@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from functools import cache
 
@@ -118,10 +119,11 @@ _IN_PARTS = {
 def is_gelu_in_parts(act: torch.nn.Module) -> bool:
     """Whether a module computes gelu(x, approximate="tanh") operation by operation, without parameters, in Transformers' code."""
     cls = type(act)
-    names = getattr(cls.forward, "__globals__", {})
-    parts = (cls.forward, *(names[name] for name in GELU_PARTS if name in names))
-    place = (cls.__module__, cls.__qualname__)
-    return place in _IN_PARTS and all(getattr(part, "__module__", None) == module_of(cls.forward) == place[0] for part in parts)
+    if (cls.__module__, cls.__qualname__) not in _IN_PARTS:
+        return False
+    names = vars(sys.modules[cls.__module__])
+    parts = [cls.forward, *(names[name] for name in GELU_PARTS if name in names)]
+    return all(part.__module__ == cls.__module__ for part in parts)  # another's if someone has replaced it
 
 
 def reads(function: object, name: str) -> bool:

@@ -37,10 +37,10 @@ def gelu(forward: types.FunctionType) -> Forward:
 
     @functools.wraps(forward)
     def act(self: Any, x: torch.Tensor) -> Any:
-        # A function that someone has replaced in the model's file is used, as is the gradient that it has.
+        # A function that someone has replaced in the model's file is used. Gradients are the model's own.
         same = all(names.get(name, _NONE) is function for name, function in known.items())
-        if torch.is_grad_enabled() or not same or not subclass.has_kernels(x) or not x.is_floating_point():
-            return forward(self, x)
-        return torch.nn.functional.gelu(x, approximate="tanh")
+        if same and not torch.is_grad_enabled() and subclass.has_kernels(x) and not subclass.is_autocast(x):
+            return torch.nn.functional.gelu(x, approximate="tanh")
+        return forward(self, x)
 
     return act

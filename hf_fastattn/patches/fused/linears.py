@@ -139,8 +139,7 @@ def _may_change(x: torch.Tensor, act: torch.nn.Module) -> bool:
 
 def _returns_its_own(act: torch.nn.Module) -> bool:
     """Whether an activation returns a new tensor that nothing else refers to."""
-    known = isinstance(act, hf.activations()) if subclass.is_fused(act) else type(act) in hf.activations()
-    return known and not getattr(act, "inplace", False) and not act._forward_hooks
+    return subclass.stock(type(act)) in hf.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
 
 
 def linear(forward: types.FunctionType) -> Forward:

@@ -63,19 +63,19 @@ def restore(modules: list[torch.nn.Module]) -> None:
     """Undo replace(), except for modules whose class or forward() others have changed since."""
     for module in modules:
         if is_fused(module):
-            module.__class__ = _stock(type(module))
+            module.__class__ = stock(type(module))
         if (before := getattr(vars(module).get("forward"), _MARK, None)) is not None:
             vars(module)["forward"] = before
 
 
-def _stock(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def stock(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A class without our forward(). One that others have derived from ours (FSDP2) is derived from the stock class instead."""
     if not hasattr(cls, _MARK):
         return cls
     if _MARK in vars(cls):
-        return _stock(cls.__bases__[0])
+        return stock(cls.__bases__[0])
     own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, tuple(map(_stock, cls.__bases__)), own)
+    return type(cls.__name__, tuple(map(stock, cls.__bases__)), own)
 
 
 def _subclass(cls: type[torch.nn.Module], fused: Fuse) -> type[torch.nn.Module]:
@@ -91,14 +91,14 @@ def _fused_subclass(cls: type[torch.nn.Module], fused: Fuse, forward: types.Func
     def run(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:  # the class may have another forward() since
         return (ours if cls.forward is forward else cls.forward)(self, *args, **kwargs)
 
-    stock, fuses = cls, (fused,)
-    while _MARK in vars(stock):
-        stock, fuses = stock.__bases__[0], (*vars(stock)[_MARK], *fuses)
+    base, fuses = cls, (fused,)
+    while _MARK in vars(base):
+        base, fuses = base.__bases__[0], (*vars(base)[_MARK], *fuses)
 
     def reduce(
         self: torch.nn.Module, protocol: SupportsIndex
     ) -> tuple[Any, ...]:  # pickle finds a class by its name, which fused classes share with their base
-        return _new, (stock, fuses), *stock.__reduce_ex__(self, protocol)[2:]
+        return _new, (base, fuses), *base.__reduce_ex__(self, protocol)[2:]
 
     members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, _MARK: (fused,)}
     return type(cls.__name__, (cls,), {**members, "__reduce_ex__": reduce, "forward": run})
