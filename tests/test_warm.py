@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -538,8 +539,14 @@ def test_a_launch_waits_for_the_process_that_compiles_its_kernel(cache):
             assert waited
 
 
-def children(pid: int) -> list[int]:
-    return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def workers_of(pid: int) -> list[int]:
+    """The processes of this server that are forks of it, rather than programs that it runs. Raises if it has ended."""
+    forks = []
+    for process in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if server.CHILD.name.encode() in Path(f"/proc/{process}/cmdline").read_bytes():
+                forks.append(process)
+    return forks
 
 
 @pytest.mark.slow
@@ -578,9 +585,8 @@ def test_the_processes_end_with_that_which_started_them(then, cache):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         if then.startswith("served"):
-            while not children(pid):  # until it compiles
+            while not (workers := workers_of(pid)):  # until it compiles
                 time.sleep(0.05)
-            workers = children(pid)
             parent.send_signal(signal.SIGKILL)
         else:
             workers = []
@@ -619,16 +625,15 @@ def test_the_slowest_kernels_begin_first_where_workers_are_left(monkeypatch):
 @pytest.mark.slow
 def test_kernels_of_a_killed_worker_are_compiled_later(cache):
     kernels = [norm(2**n) for n in range(6, 10)]
-    served, killed = server.Server(), []
+    served = server.Server()
     work = threading.Thread(target=served.run, args=(kernels,))
-    work.start()
-    while work.is_alive():
-        for worker in children(served.process.pid)[: not killed]:
-            if server.CHILD.name.encode() in Path(f"/proc/{worker}/cmdline").read_bytes():  # a fork, and no program that it runs
-                killed.append(worker)
-                os.kill(worker, signal.SIGKILL)
-        time.sleep(0.02)
-    assert killed and served.done < len(kernels)
+    with locks.locked(kernels[0].key):  # a worker waits for it, and the server for the worker
+        work.start()
+        while not (workers := workers_of(served.process.pid)):
+            time.sleep(0.02)
+        os.kill(workers[0], signal.SIGKILL)  # which ends the other workers
+        work.join()
+    assert served.done < len(kernels)
     for kernel in kernels:
         kernel.compile()  # as at its first launch
         assert locks.is_compiled(kernel.key)
