@@ -84,6 +84,17 @@ def test_ties(settings, vocab):
 
 
 @runs_kernels
+@pytest.mark.parametrize("near", (30, 60))
+def test_larger_tokens_behind_equal_ones(near):
+    """A constraint that sets what it forbids to a finite number: a part has more equal tokens than it can store before those that
+    are allowed, and the next part too few of these for top-k, or enough."""
+    scores = torch.full((4, 8192), -1e4, device=DEVICE)
+    scores[:, 4066 : 4096 + near] = scores_of(4, 30 + near, scale=0.1)
+    settings = Settings(top_k=31)
+    same(partial(Sampler(), scores, settings), partial(_sample_torch, scores, settings))
+
+
+@runs_kernels
 def test_few_tokens_are_possible():
     """k above the vocabulary and above the number of finite scores, which may be one; a vocabulary of many parts."""
     for vocab, live, k in ((40, slice(None), 50), (5000, slice(4990, None), 50), (5000, slice(7, 8), 5)):

@@ -171,15 +171,17 @@ if triton is not None:
             keys = _keys(x)
             least, _ = _threshold(keys, tl.min(keys).to(tl.int64), tl.max(keys).to(tl.int64) + 1, top_k, SLOTS)
             taken = (keys >= least) & (x > float("-inf"))
+            too_many = tl.sum(taken.to(tl.int32)) > SLOTS
+            taken &= keys >= least + too_many.to(tl.int32)  # all that are larger, fewer than top_k: equal ones take no place
             slots = tl.cumsum(taken.to(tl.int32), 0) - 1
-            count = tl.sum(taken.to(tl.int32))
             places = part * SLOTS + slots
-            tl.store(Values + places, x, mask=taken & (slots < SLOTS))
-            tl.store(Indices + places, offs, mask=taken & (slots < SLOTS))
+            tl.store(Values + places, x, mask=taken)
+            tl.store(Indices + places, offs, mask=taken)
             free = tl.arange(0, SLOTS)
-            tl.store(Values + part * SLOTS + free, tl.full([SLOTS], float("-inf"), tl.float32), mask=free >= count)
+            rest = free >= tl.sum(taken.to(tl.int32))
+            tl.store(Values + part * SLOTS + free, tl.full([SLOTS], float("-inf"), tl.float32), mask=rest)
             tl.store(Limits + part * 2, least)
-            tl.store(Limits + part * 2 + 1, tl.where(count > SLOTS, least, _LEAST))
+            tl.store(Limits + part * 2 + 1, tl.where(too_many, least, _LEAST))
         else:
             p = tl.exp(x - tl.where(maximum == float("-inf"), 0.0, maximum))
             tl.store(Sums + part * 2 + 1, tl.sum(p))
