@@ -410,8 +410,12 @@ def other_seeds(scene: Scene) -> list:
 
 
 def a_rank_that_does_not_come(scene: Scene) -> str:
-    time.sleep(scene.rank)
-    return scene.replacing(exchange, "WAIT", 0.3)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if scene.rank:
+        store.wait(["rank 0 has waited"])
+    found = scene.replacing(exchange, "WAIT", 0.3)
+    store.set("rank 0 has waited", "")
+    return found
 
 
 def a_group_aborted_meanwhile(scene: Scene) -> str:
@@ -680,7 +684,7 @@ def leave(rank: int, how: str) -> list[str]:
     exchange.GRACE, scene = 0.5, Scene(rank)
     call = lambda **options: outcome(lambda: generate(scene.model, scene.inputs, **options))  # noqa: E731
     with hf_fastattn.patch(scene.model, "lean") as patch:
-        found = [call()]
+        found, other = [call()], patch._generation.ranks.exchange.processes
         exchange.WAIT = 4.0 if how == "stays" else exchange.WAIT
         options = {"stopping_criteria": [StopsAt(100 - rank)]} if how == "stops earlier" else {}
         try:
@@ -690,7 +694,8 @@ def leave(rank: int, how: str) -> list[str]:
         if rank and how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         found += [f"{len(graphs_of(patch))} graphs", call()]
-        time.sleep(4 if rank and how in ACTS else 0)
+        while rank and how in ACTS and not other.has_ended(0):  # whose collective raises once this process has ended
+            time.sleep(0.05)
         return found
 
 
@@ -907,29 +912,30 @@ def test_the_exit_of_a_process_waits_for_an_abort(monkeypatch):
 
 def test_graphs_are_dropped_while_the_process_group_is_destroyed(monkeypatch):
     """NCCL waits in it until no graph with its collectives is left."""
-    dropped, may_end = threading.Event(), threading.Event()
+    dropped, counts, meet = [], [], threading.Barrier(2, timeout=60)
 
     def destroy_process_group(group=None):
-        may_end.wait(20)
+        meet.wait()
+        meet.wait()
 
+    def between_checks():
+        for _ in range(2):  # the first may have been another group
+            destroys = threading.Thread(target=destroy_process_group)
+            destroys.start()
+            meet.wait()
+            yield
+            meet.wait()
+            destroys.join()
+            yield
+        ours.leave.alive = False  # this rank takes part in no further call
+        yield
+
+    ours = types.SimpleNamespace(leave=types.SimpleNamespace(alive=True), drop_graphs=lambda: dropped.append(None))
+    step = between_checks()
     monkeypatch.setattr(torch.distributed, "destroy_process_group", destroy_process_group)
-    monkeypatch.setattr(exchange, "POLL", 0.01)
-    ours = types.SimpleNamespace(leave=types.SimpleNamespace(alive=True), drop_graphs=dropped.set)
-    guard = threading.Thread(target=exchange._guard, args=(lambda: ours,))
-    guard.start()
-    assert not dropped.wait(0.2)
-    for _ in range(2):  # the first may have been another group
-        destroys = threading.Thread(target=destroy_process_group)
-        destroys.start()
-        assert dropped.wait(20)
-        may_end.set()
-        destroys.join(20)
-        time.sleep(0.1)
-        dropped.clear(), may_end.clear()
-        assert not dropped.wait(0.1)
-    ours.leave.alive = False  # this rank takes part in no further call
-    guard.join(20)
-    assert not guard.is_alive()
+    monkeypatch.setattr(exchange, "time", types.SimpleNamespace(sleep=lambda _: counts.append(len(dropped)) or next(step)))
+    exchange._guard(lambda: ours)
+    assert counts == [0, 1, 1, 2, 2]
 
 
 def test_memory_is_shared_by_gpus_that_see_each_other_over_nvlink(monkeypatch):

@@ -540,13 +540,20 @@ def test_a_launch_waits_for_the_process_that_compiles_its_kernel(cache):
 
 
 def workers_of(pid: int) -> list[int]:
-    """The processes of this server that are forks of it, rather than programs that it runs. Raises if it has ended."""
-    forks = []
+    """The workers of this server: a program that it runs has its input, also before the exec(). Raises if it has ended."""
+    workers = []
     for process in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            if server.CHILD.name.encode() in Path(f"/proc/{process}/cmdline").read_bytes():
-                forks.append(process)
-    return forks
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if os.readlink(f"/proc/{process}/fd/0") == os.devnull:
+                workers.append(process)
+    return workers
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie too: the first process of a container may never wait for it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    return False
 
 
 @pytest.mark.slow
@@ -592,9 +599,9 @@ def test_the_processes_end_with_that_which_started_them(then, cache):
             workers = []
             parent.wait(30)
         end = time.monotonic() + 30
-        while any(Path(f"/proc/{each}").exists() for each in (pid, *workers)) and time.monotonic() < end:
+        while (running := [each for each in (pid, *workers) if is_running(each)]) and time.monotonic() < end:
             time.sleep(0.1)
-        assert not [each for each in (pid, *workers) if Path(f"/proc/{each}").exists()]
+        assert not running
 
 
 @pytest.mark.parametrize("then", ["sys.exit(3)", pytest.param("", marks=pytest.mark.slow)])
