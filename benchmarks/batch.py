@@ -2,17 +2,18 @@
 
     python -m benchmarks.batch                         # the shape of Llama 3.1 8B
     python -m benchmarks.batch --only job,samples
+    python -m benchmarks.batch --shape gpt-oss-20b --only requests   # a shape of benchmarks.families, to a JSON of its own
 
 "batch" is generate_batch() and "generate" generate() of the patched model; "unshared" is "batch" with a prompt for each sample,
-which is read and stored for it alone; "stock" is generate() and "continuous" is generate_batch() of the model before, with sdpa.
-generate() reads all prompts of a case as one padded batch and generates as many tokens for each row as for the longest one; its
-rate counts the tokens that were asked for. The first call of each is not timed, and has at most WARM new tokens in each text, but
-that of the stock methods, which compile nothing. They get every `part`-th request of a case with one, and at most WARM new tokens
-of each; with fewer rows at once, rate and memory of stock generate() are less than those of the whole case. "idle" is the share
-of the time between the first and the last kernel of a profiled generate_batch(), of at most PROFILED new tokens in each text, in
-which no kernel ran. A case fails if a greedy text of generate_batch() has a token whose logit is further below the largest one,
-by eager attention for the text alone, than twice what stock generate() of the same prompts alone has, plus 4 eps of the largest
-logit.
+which is read and stored for it alone; "stock" is generate() and "continuous" is generate_batch() of the model before, with
+sdpa, or eager attention where the model has no other. generate() reads all prompts of a case as one padded batch and generates
+as many tokens for each row as for the longest one; its rate counts the tokens that were asked for. The first call of each is
+not timed, and has at most WARM new tokens in each text, but that of the stock methods, which compile nothing. They get every
+`part`-th request of a case with one, and at most WARM new tokens of each; with fewer rows at once, rate and memory of stock
+generate() are less than those of the whole case. "idle" is the share of the time between the first and the last kernel of a
+profiled generate_batch(), of at most PROFILED new tokens in each text, in which no kernel ran. A case fails if a greedy text of
+generate_batch() has a token whose logit is further below the largest one, by eager attention for the text alone, than twice
+what stock generate() of the same prompts alone has, plus 4 eps of the largest logit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 from hf_fastattn.patches import patch
 
 from . import families
-from .models import Subject
+from .models import SHAPES, Subject
 from .prompts import geometric
 from .results import Results, check_names, command, listed
 from .runs import free, make_prompt, synchronize, twin
@@ -37,7 +38,7 @@ from .runs import free, make_prompt, synchronize, twin
 METHOD = "whole calls, from lists of ids to lists of tokens; medians of the timed calls"
 RIVALS = ("batch", "generate", "unshared", "stock", "continuous")
 CHECKED = 4  # texts whose tokens are judged
-JUDGED = 512  # tokens of the longest of them
+JUDGED = 128  # tokens of the longest of them
 LONGEST = 2048  # tokens of a prompt whose text is judged
 WARM, PROFILED = 1024, 128
 
@@ -156,7 +157,7 @@ def measure(subject: Subject, name: str, device: torch.device, rivals: list[str]
     prompts = [ids[-length:].tolist() for ids, length in zip(made.ids, lengths, strict=True)]
     some = prompts[::part], copies, cut(new[::part], WARM)
     row: dict = {"case": name, "lengths": lengths, "copies": copies, "new": new, "part": part}
-    model.set_attn_implementation("sdpa")
+    row["stock_attention"] = model.config._attn_implementation
     for rival in ("stock", "continuous"):
         if rival in rivals:
             try:
@@ -191,11 +192,12 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.batch"
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--rivals", type=listed, default=[*RIVALS], help=f"of {', '.join(RIVALS)}; default all")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls of each (default: %(default)s)")
-    args = families.read_cases(parser, argv, CASES, reserve=120, seconds=500)
+    args = families.read_cases(parser, argv, CASES, reserve=120, seconds=500, shapes=SHAPES.keys() | families.FAMILIES)
     check_names(parser, args.rivals, RIVALS, "rivals")
     head = {"method": METHOD, "unit": "tokens/s"}
     run = partial(measure, rivals=args.rivals, repeats=args.repeats)
-    return families.run_cases(parser, args, "batch", command(prog, argv), head, families.each(args, run, add))
+    name = "batch" if args.shape == "8b" else f"batch_{args.shape}"
+    return families.run_cases(parser, args, name, command(prog, argv), head, families.each(args, run, add))
 
 
 def add(results: Results, row: dict) -> None:

@@ -262,7 +262,10 @@ def each(
     """`begun` of cases that `measure` measures and `add` adds, of one model. prepare: called with the model."""
 
     def begun(results: Results, device: torch.device) -> Callable[[str], object]:
-        subject = load(args.shape, dtype_for(device), device, positions)
+        if args.shape in FAMILIES.keys() - SHAPES:
+            subject = load_family(args.shape, FAMILIES[args.shape], dtype_for(device), device, positions)
+        else:
+            subject = load(args.shape, dtype_for(device), device, positions)
         prepare(subject)
         return lambda case: add(results, measure(subject, case, device))
 

@@ -637,7 +637,7 @@ def test_ragged_prompts(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_jobs(tmp_path):
     options = ["--shape", "tiny", "--only", "tiny", "--rivals", "batch,generate,stock", "--repeats", "1", "--reserve", "0"]
-    (row,) = rows_of(batch.main, tmp_path, "batch", *options)
+    (row,) = rows_of(batch.main, tmp_path, "batch_tiny", *options)
     assert row["shortfall"]["batch"] < 1e-4 and all(row[name]["tokens_per_s"] > 0 for name in ("batch", "generate", "stock"))
 
 

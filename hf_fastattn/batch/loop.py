@@ -114,14 +114,17 @@ class Loop:
     # ---- one step ----
 
     def step(self) -> None:
-        """Begin a step of the rows and one of prompts, then read the tokens of the steps before."""
+        """Begin a step of the rows and one of prompts, then read the tokens of the steps before.
+
+        Where results are told as they come, rows go on beside prompts. Otherwise prompts come first: the steps that follow serve
+        more rows each, and are of fewer sizes."""
         before = len(self.flights)
         if self.cancelled:
             self._cancel()
         self._leave()
         self._cross()
         parts = self._plan()
-        if self.rows:
+        if self.rows and not (parts and self.on_result is None):
             self._decode()
         if parts:
             self._read(parts)
