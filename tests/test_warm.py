@@ -449,6 +449,24 @@ def run(recipe) -> ahead.Ahead:
     return work
 
 
+def test_keys_are_the_same_in_a_process_without_torch(cache):
+    kernels = [*warm.listed(lives.recipe_of("Llama 1B", TARGETS["H100"])), *warm.listed(lives.recipe_of("Qwen3.6 35B", H100))]
+    code = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import child
+child.prepare()
+from hf_fastattn.kernels.ahead import describe
+print(json.dumps([describe.of_json(each).key for each in json.load(sys.stdin)]))
+assert not hasattr(sys.modules["torch"], "__file__")
+"""
+    command = [sys.executable, "-c", code, str(CHILD.parent)]
+    given = json.dumps([kernel.as_json() for kernel in kernels])
+    done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [kernel.key for kernel in kernels]
+
+
 def test_a_list_is_compiled_once_and_then_known(cache, tmp_path, monkeypatch):
     fake_child(monkeypatch, tmp_path, ANSWERS)
     recipe = small_recipe()

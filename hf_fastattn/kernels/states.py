@@ -7,7 +7,6 @@ Tensors are those of the kernels; states are replaced in place. Results have the
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import silu, softplus
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -28,7 +27,7 @@ def conv_update(
     state.copy_(torch.cat([state[..., 1:], x[..., None]], -1))
     y = (wide(state) * wide(weight)).sum(-1)
     y = (y if bias is None else y + wide(bias)).to(x.dtype)
-    y = silu(y) if act else y
+    y = torch.nn.functional.silu(y) if act else y
     return y if after is None else after * y
 
 
@@ -41,7 +40,7 @@ def gated_delta(
     group = heads * key_dim // keys
     q, k = (t.view(rows, -1, key_dim).repeat_interleave(group, 1) for t in (q, k))
     q, k = (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-    g = -wide(a_log).exp() * softplus(wide(a.reshape(rows, heads)) + wide(dt_bias))
+    g = -wide(a_log).exp() * torch.nn.functional.softplus(wide(a.reshape(rows, heads)) + wide(dt_bias))
     beta = wide(b.reshape(rows, heads).sigmoid())
     old = wide(state) * g.exp()[..., None, None]
     delta = (v.view(rows, heads, value_dim) - (old * k[..., None]).sum(-2)) * beta[..., None]
@@ -65,19 +64,19 @@ def selective(
     x, b, c = mixed.split([heads * head_dim, shared, shared], -1)
     x = x.view(rows, heads, head_dim)
     b, c = (t.reshape(rows, -1, size).repeat_interleave(heads * size // shared, 1) for t in (b, c))
-    dt = softplus(dt + dt_bias.to(dt.dtype))
+    dt = torch.nn.functional.softplus(dt + dt_bias.to(dt.dtype))
     decay = torch.exp(wide(dt) * -wide(a_log).exp())[..., None, None]
     new = state * decay + (dt[..., None] * b)[..., None, :] * x[..., None]
     state.copy_(new)
     y = (wide(new.to(c.dtype)) * wide(c)[..., None, :]).sum(-1).to(x.dtype)
     out: torch.Tensor = (y + x * d[:, None]).to(x.dtype).flatten(1)
-    return out if gate is None else out * silu(gate)
+    return out if gate is None else out * torch.nn.functional.silu(gate)
 
 
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, first: bool, late: bool, groups: int = 1
 ) -> torch.Tensor:
-    act, y = silu(wide(gate)), wide(x)
+    act, y = torch.nn.functional.silu(wide(gate)), wide(x)
     y = (y * act if first else y).unflatten(-1, (groups, -1))
     y = (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
     y = wide(weight) * y if late else weight * y.to(x.dtype)

@@ -36,15 +36,14 @@ class Ahead:
 
     def _run(self) -> None:
         time.sleep(0.01)  # patch() returns first: it would wait for the interpreter's lock
+        # What a launch would do otherwise. One of these threads reads files, and the other runs Python.
+        reads = threading.Thread(target=describe.prepare, daemon=True)
         try:
             known = Known(self.recipe)
             if not known.are_there():
                 self.server = server.Server()
-            # What a launch would do otherwise. One of these threads reads files, and the other runs Python.
-            reads = threading.Thread(target=describe.prepare, daemon=True)
             reads.start()
             describe.hash_code(known.functions)
-            reads.join()
             if self.server is None or self.closed:
                 return
             kernels = warm.listed(self.recipe, stop=self._stop)
@@ -60,6 +59,8 @@ class Ahead:
         finally:
             if self.server is not None:
                 self.server.close()
+            if reads.ident is not None:
+                reads.join()
 
     def _stop(self) -> None:
         if self.closed:

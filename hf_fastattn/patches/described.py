@@ -18,7 +18,6 @@ from ..caches.layers import SLACK, round_up
 from ..caches.paged import BatchCache, PagedStorage, windows_of
 from ..caches.storage import PreallocatedStorage
 from ..kernels import eight_bits
-from ..kernels.ahead.describe import Unknown
 from ..kernels.host import gpu
 from ..kernels.spans import WORDS, num_words
 from ..kernels.spec import KV
@@ -97,6 +96,15 @@ def _like(x: torch.Tensor, sizes: dict[int, int]) -> torch.Tensor:
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
     made = x.new_empty([sizes.get(dim, x.shape[dim]) for dim in order])
     return made.permute([order.index(dim) for dim in range(x.dim())])
+
+
+class Unknown(torch.overrides.TorchFunctionMode):
+    """Within it a tensor without memory is False, as for models with linear layers, which ask whether a mask has no padding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return False
+        return func(*args, **kwargs or {})
 
 
 class Forwards:

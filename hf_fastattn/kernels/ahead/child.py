@@ -1,8 +1,9 @@
 """The program that compiles kernels for another process, in several processes of its own. `server.py` starts it.
 
 It reads one line, the descriptions in JSON, and writes a line for each kernel: its number, and the error or null. It needs no
-GPU. It ends after the last kernel, if one of its processes is killed, and when the process that has started it ends, in whatever
-way. It imports torch, Triton and hf_fastattn.kernels alone, and once: its workers are forks.
+GPU. It ends after the last kernel, if one of its processes is killed, and when the process that has started it ends, in
+whatever way. It imports Triton and hf_fastattn.kernels alone, and once: its workers are forks. To import torch would take
+longer than all of that, and kernels need it in functions of the host alone.
 """
 
 from __future__ import annotations
@@ -24,11 +25,26 @@ kernels: list[Any] = []
 SLOW = 2.0  # a kernel whose compilation takes more seconds is slow
 
 
-def main(workers: int) -> None:
-    parent = os.getppid()
-    package = types.ModuleType("hf_fastattn")  # without its imports, of Transformers
+class Absent(types.ModuleType):
+    """A module whose names are classes without content."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def prepare() -> None:
+    """Let the files of kernels be imported without torch and Transformers."""
+    package = types.ModuleType("hf_fastattn")
     package.__path__ = [str(Path(__file__).parents[2])]
     sys.modules["hf_fastattn"] = package
+    sys.modules["torch"] = Absent("torch")
+
+
+def main(workers: int) -> None:
+    parent = os.getppid()
+    prepare()
     from hf_fastattn.kernels.ahead import describe
 
     describe.prepare()

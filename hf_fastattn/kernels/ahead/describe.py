@@ -20,8 +20,6 @@ from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import Any
 
-import torch
-
 from ..host import gpu, launch
 from . import locks
 
@@ -182,15 +180,6 @@ def _skip_others() -> None:
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-class Unknown(torch.overrides.TorchFunctionMode):
-    """Within it a tensor without memory is False, as for models with linear layers, which ask whether a mask has no padding."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return False
-        return func(*args, **kwargs or {})
 
 
 @cache
