@@ -2,6 +2,7 @@
 
     python -m benchmarks.chunks --shape 8b
     python -m benchmarks.chunks --shape mistral-7b          # with a window
+    python -m benchmarks.chunks --occupy 70                 # with 70 GB less memory, to a JSON of its own
 
 Each row is one prompt of one length under patch(): as a whole, in chunks, or as prefill_chunk="auto" decides. A first generate(),
 of at most WARM tokens of the prompt, is not timed: it compiles the kernels. "peak" is memory beside the weights and the cache.
@@ -24,7 +25,7 @@ from hf_fastattn.patches.calls import chunks
 
 from . import families
 from .models import Subject
-from .results import Results, command
+from .results import Results, command, find_device
 from .runs import free, make_prompt, run
 
 METHOD = (
@@ -95,9 +96,13 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.chunks
     """Measure the chosen prompts. Returns 0, or 1 if there was no time for one; memory that does not suffice is a result."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--occupy", type=int, default=0, metavar="GB", help="GB of memory that another tensor takes (default: 0)")
     args = families.read_cases(parser, argv, CASES, reserve=60, seconds=500)
+    taken = torch.empty(args.occupy * 10**9, dtype=torch.uint8, device=find_device(args.device))
     begun = families.each(args, partial(measure, repeats=args.repeats), add, max(CASES[name][0] for name in args.only) + 1)
-    return families.run_cases(parser, args, f"chunks_{args.shape}", command(prog, argv), {"method": METHOD, "unit": "s"}, begun)
+    name = f"chunks_{args.shape}" + (f"_{args.occupy}gb_less" if args.occupy else "")
+    head = {"method": METHOD, "unit": "s", "occupied_bytes": taken.nbytes}
+    return families.run_cases(parser, args, name, command(prog, argv), head, begun)
 
 
 def add(results: Results, row: dict) -> None:

@@ -7,10 +7,10 @@ chat, several rows, padding, beams. Then it makes them again. "stall" is what a 
 
     empty      an empty cache, and calls right after patch()
     later      an empty cache, and the first call WAIT seconds after patch()
+    stock      generate() with sdpa, without patch()
     imported   an empty cache into which `hf-fastattn warm --import` has read the kernels that `warm --export` has compiled
     lazy       an empty cache, with compile="lazy"
-    two cores  as "empty", on two cores
-    stock      generate() with sdpa, without patch()
+    two cores  as "empty", on two cores; "one core" on one
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from .results import Results, add_options, check_names, clocks, command, conditi
 from .runs import synchronize
 
 METHOD = "a fresh process each; whole calls of 8 new tokens, by the host's clock"
-KINDS = ("empty", "later", "imported", "lazy", "two cores", "stock")
+CORES = {"two cores": 2, "one core": 1}
+KINDS = ("empty", "later", "stock", "imported", "lazy", *CORES)
 WAIT, LONGEST, LIMIT = 8.0, 32000, 200
 CHILD = "import sys; sys.path.insert(0, sys.argv.pop(1)); from benchmarks.session import child; child(*sys.argv[1:])"
 WARM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from hf_fastattn_cli import main; sys.exit(main(sys.argv[1:]))"
@@ -79,8 +80,8 @@ def phases(model, vocab: int, tiny: bool) -> Iterator[tuple[str, list[Callable[[
 
 def session(shape: str, kind: str, device: torch.device) -> dict:
     """The calls of this process, in two turns."""
-    if kind == "two cores":
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    if kind in CORES:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: CORES[kind]])
     tiny = shape.startswith("tiny")
     torch.manual_seed(0)
     subject = load(shape, dtype_for(device), device, 0 if tiny else LONGEST + 64)
