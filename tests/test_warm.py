@@ -467,6 +467,19 @@ assert not hasattr(sys.modules["torch"], "__file__")
     assert json.loads(done.stdout) == [kernel.key for kernel in kernels]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "has"), [("H100", True), ("A100", False)])
+def test_code_that_depends_on_the_architecture_is_that_of_the_description(target, has, cache):
+    recipe = lives.recipe_of("Llama 1B", TARGETS[target])._replace(kv_dtype="fp8")
+    reads = next(x for x in warm.listed(recipe) if x.name == "split_kv_kernel" and "load_fp8" in json.dumps(x.as_json()))
+    command = [sys.executable, "-P", str(CHILD), "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        process.stdin.write(json.dumps([reads.as_json()]) + "\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == [0, None]
+    assert ("cvt.rn.f16x2.e4m3x2" in (locks.folder() / reads.key / "split_kv_kernel.ptx").read_text()) == has
+
+
 def test_a_list_is_compiled_once_and_then_known(cache, tmp_path, monkeypatch):
     fake_child(monkeypatch, tmp_path, ANSWERS)
     recipe = small_recipe()

@@ -82,8 +82,12 @@ def _begin() -> None:
 
 
 def _compile(number: int) -> tuple[int, str | None]:
-    from hf_fastattn.kernels.ahead import locks
+    from triton.runtime import driver
 
+    from hf_fastattn.kernels.ahead import describe, locks
+
+    target = describe.target(kernels[number].arch)  # for code that depends on it; Triton would ask torch and a GPU
+    driver.set_active(types.SimpleNamespace(get_current_target=lambda: target))
     try:
         with locks.locked(kernels[number].key):
             kernels[number].compile()

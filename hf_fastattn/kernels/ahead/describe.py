@@ -80,7 +80,7 @@ class Kernel:
         from triton.compiler import compile
 
         source, options = self.source()
-        compiled = compile(source, target=_target(self.arch), options=options)
+        compiled = compile(source, target=target(self.arch), options=options)
         if locks.has_launchers():
             with contextlib.suppress(Exception):
                 driver.CudaLauncher(source, compiled.metadata)
@@ -183,7 +183,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @cache
-def _target(arch: int) -> Any:
+def target(arch: int) -> Any:
     from triton.backends.compiler import GPUTarget
 
     return GPUTarget("cuda", arch, 32)
@@ -193,7 +193,7 @@ def _target(arch: int) -> Any:
 def _backend(arch: int) -> Any:
     from triton.compiler.compiler import make_backend
 
-    return make_backend(_target(arch))
+    return make_backend(target(arch))
 
 
 @cache
