@@ -44,6 +44,24 @@ def test_a_bool_mask_of_two_documents():
 
 
 @torch.no_grad()
+def test_queries_that_see_no_key():
+    model, text, mask = decoder("llama"), ids(12).expand(2, -1), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5], mask[1] = 0, 0
+    live = mask[..., None] == 1
+
+    def states(name: str) -> torch.Tensor:
+        model.set_attn_implementation(name)
+        return model.model(text, attention_mask=mask).last_hidden_state
+
+    expected, eager = states("sdpa"), states("eager")
+    torch.testing.assert_close(eager * live, expected * live, atol=CLOSE, rtol=CLOSE)
+    for part in (eager[0, :5] - expected[0, :5], eager[1] - expected[1]):
+        assert part.abs().max() > WRONG
+    for name in EXACT:
+        torch.testing.assert_close(states(name), expected, atol=CLOSE, rtol=CLOSE)
+
+
+@torch.no_grad()
 def test_padding_free_sequences_of_an_encoder():
     torch.manual_seed(0)
     config = RobertaConfig(**FEW, max_position_embeddings=32, pad_token_id=1, initializer_range=0.3)
