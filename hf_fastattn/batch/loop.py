@@ -117,14 +117,14 @@ class Loop:
         """Begin a step of the rows and one of prompts, then read the tokens of the steps before.
 
         Where results are told as they come, rows go on beside prompts. Otherwise prompts come first: the steps that follow serve
-        more rows each, and are of fewer sizes."""
+        more rows each, and are of fewer sizes. After rows had to wait again for pages, rows go on too: they end and make room."""
         before = len(self.flights)
         if self.cancelled:
             self._cancel()
         self._leave()
         self._cross()
         parts = self._plan()
-        if self.rows and not (parts and self.on_result is None):
+        if self.rows and not (parts and self.on_result is None and not self.preempted):
             self._decode()
         if parts:
             self._read(parts)
