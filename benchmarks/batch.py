@@ -192,7 +192,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.batch"
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("--rivals", type=listed, default=[*RIVALS], help=f"of {', '.join(RIVALS)}; default all")
     parser.add_argument("--repeats", type=int, default=2, help="timed calls of each (default: %(default)s)")
-    args = families.read_cases(parser, argv, CASES, reserve=120, seconds=500, shapes=SHAPES.keys() | families.FAMILIES)
+    args = families.read_cases(parser, argv, CASES, reserve=120, seconds=500, shapes=SHAPES | families.FAMILIES)
     check_names(parser, args.rivals, RIVALS, "rivals")
     head = {"method": METHOD, "unit": "tokens/s"}
     run = partial(measure, rivals=args.rivals, repeats=args.repeats)
