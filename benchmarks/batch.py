@@ -38,7 +38,7 @@ from .runs import free, make_prompt, synchronize, twin
 METHOD = "whole calls, from lists of ids to lists of tokens; medians of the timed calls"
 RIVALS = ("batch", "generate", "unshared", "stock", "continuous")
 CHECKED = 4  # texts whose tokens are judged
-JUDGED = 128  # tokens of the longest of them
+JUDGED = 512  # tokens of the longest of them
 LONGEST = 2048  # tokens of a prompt whose text is judged
 WARM, PROFILED = 1024, 128
 

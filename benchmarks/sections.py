@@ -382,6 +382,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("ranks_glm4_h100", "ranks_glm4-9b_h100.json", partial(ranks, counts=())),
     ("generate_1b", "generate_1b.json", generate),
     ("session_1b", "session_1b.json", sections_steps.session),
+    ("session_1b_before", "session_1b_before.json", sections_steps.session),
     ("roofline", "roofline.json", sections_steps.roofline),
     ("stream", "stream.json", stream),
     ("perplexity", "streaming_perplexity.json", perplexity),

@@ -121,9 +121,9 @@ def chunks(result: dict) -> str:
         figures += [figure(row.get(name) and row[name] / 1e9, 2) for name in ("peak_bytes", "estimate_bytes")]
         rows.append([f"{row['tokens']:,}", asked, f"{read:,}", *figures, f"{row['pairs'] / 1e6:,.0f}"])
     head = ["tokens", "read", "tokens at once", "seconds", "peak GB", "estimated GB", "million scores of a head"]
-    less = result.get("occupied_bytes") or 0
-    less_ = f", with {less / 1e9:.0f} GB of the memory taken by another tensor" if less else ""
-    return f"**Prompts read whole and in chunks**, {model(result)}{less_} {by_method(result)}:\n\n{table(head, rows)}"
+    taken = result.get("occupied_bytes")
+    less = f", {taken / 1e9:.0f} GB of memory taken by another tensor" if taken else ""
+    return f"**Prompts read whole and in chunks**, {model(result)}{less} {by_method(result)}:\n\n{table(head, rows)}"
 
 
 _OF_PROMPTS = ("first_token_s", "tokens_per_s", "peak_bytes")

@@ -131,6 +131,14 @@ def test_steps_are_graphs(monkeypatch, seen):
         assert patch.captures == captures  # the pages and their graphs are kept
 
 
+def test_prompts_are_read_before_rows_are_decoded(seen):
+    model, texts = tiny("llama", "eager"), prompts(8, 9, 10, 11)
+    with hf_fastattn.patch(model):
+        found = model.generate_batch(texts, options(), sizes(max_batch_tokens=12))
+        assert tokens(found) == alone(tiny("llama", "eager"), texts)
+    assert seen[0].steps == NEW - 1  # each of all rows
+
+
 def test_few_pages(seen):
     model, texts = tiny("llama", "eager"), prompts(15, 14, 13, 12)
     expected = alone(model, texts, options(max_new_tokens=30))

@@ -449,13 +449,14 @@ def run(recipe) -> ahead.Ahead:
     return work
 
 
+@pytest.mark.slow
 def test_keys_are_the_same_in_a_process_without_torch(cache):
     kernels = [*warm.listed(lives.recipe_of("Llama 1B", TARGETS["H100"])), *warm.listed(lives.recipe_of("Qwen3.6 35B", H100))]
     code = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import child
-child.prepare()
+child.leave_out()
 from hf_fastattn.kernels.ahead import describe
 print(json.dumps([describe.of_json(each).key for each in json.load(sys.stdin)]))
 assert not hasattr(sys.modules["torch"], "__file__")

@@ -141,8 +141,8 @@ class Known:
 
 
 def compile_all(kernels: Sequence[Kernel]) -> str:
-    """Compile kernels into Triton's cache, in other processes or, where there can be none, in this one. Returns a sentence with
-    their number and the time. Raises RuntimeError if one does not compile."""
+    """Compile kernels into Triton's cache, in other processes. Returns a sentence with their number and the time. Raises
+    RuntimeError if one does not compile, and OSError if there can be no process."""
     began, missing = time.perf_counter(), [kernel for kernel in kernels if not locks.is_there(kernel.key)]
     if missing and (reason := server.why_not()) is not None:
         raise RuntimeError(f"Kernels cannot be compiled ahead: {reason}.")
@@ -153,12 +153,7 @@ def compile_all(kernels: Sequence[Kernel]) -> str:
 
 
 def _compile(kernels: Sequence[Kernel]) -> None:
-    try:
-        process = server.Server()
-    except OSError:
-        for kernel in kernels:
-            kernel.compile()
-        return
+    process = server.Server()
     work = threading.Thread(target=process.run, args=(kernels,), daemon=True)
     work.start()
     try:

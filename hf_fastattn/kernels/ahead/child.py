@@ -34,7 +34,7 @@ class Absent(types.ModuleType):
         return type(name, (), {})
 
 
-def prepare() -> None:
+def leave_out() -> None:
     """Let the files of kernels be imported without torch and Transformers."""
     package = types.ModuleType("hf_fastattn")
     package.__path__ = [str(Path(__file__).parents[2])]
@@ -44,7 +44,7 @@ def prepare() -> None:
 
 def main(workers: int) -> None:
     parent = os.getppid()
-    prepare()
+    leave_out()
     from hf_fastattn.kernels.ahead import describe
 
     describe.prepare()
