@@ -156,7 +156,7 @@ def test_a_family_steps_by_kernels(name):
     prompt, past = model(ids, use_cache=True), model(ids, use_cache=True)[hf.CACHE]
     subclass.restore(layers + norms)
     assert not any(map(subclass.is_fused, model.modules()))
-    torch.testing.assert_close(model(ids).logits, prompt.logits)
+    torch.testing.assert_close(model(ids).logits, prompt.logits, atol=5e-5, rtol=5e-5)
     assert past.get_seq_length() == ids.shape[1]
 
 
@@ -181,7 +181,20 @@ def of_state(change):
     return lambda model, past: (kept := past.layers[0].recurrent_states).__setitem__(0, change(kept[0]))
 
 
+def set_attribute(of, name, value):
+    """Another tensor in the place of a parameter of the first layer or of its convolution."""
+
+    def change(model, past):
+        module = of(model.model.layers[0].linear_attn)
+        module._parameters.pop(name, None)
+        vars(module)[name] = value.to(DEVICE)
+
+    return change
+
+
 CHANGES = {
+    "a bias that is no parameter": set_attribute(lambda layer: layer.conv1d, "bias", torch.ones(160)),
+    "a factor that is no parameter": set_attribute(lambda layer: layer, "A_log", torch.full((4,), 0.5)),
     "gradients": lambda model, past: {"within": torch.enable_grad},
     "autocast": lambda model, past: {"within": lambda: torch.autocast(DEVICE, torch.bfloat16)},
     "recording": lambda model, past: setattr(past.layers[0], "record_past", True),

@@ -412,6 +412,45 @@ def test_a_linear_layer_that_someone_changed_is_left_alone(linear_calls, monkeyp
             changed(lambda layer: None)
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+BIASES = {
+    "an attribute": lambda module: setattr(module, "bias", 2 * module._parameters.pop("bias").detach()),
+    "computed": lambda module: torch.nn.utils.parametrize.register_parametrization(module, "bias", Doubled()),
+    "before the parameter": lambda module: vars(module).__setitem__("bias", 2 * module.bias.detach()),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("change", BIASES.values(), ids=BIASES)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_bias_that_is_no_parameter_is_added(change, before, linear_calls, monkeypatch):
+    """For one layer, a norm, and three layers of one launch; changed before patch() and afterwards."""
+    monkeypatch.setattr(subclass, "INTERPRETED", True)
+    model = small_model("opt", DEVICE).to(torch.float16)
+    layers = model.model.decoder.layers
+    changed = [getattr(layers[0], name) for name in ("fc1", "final_layer_norm")]
+    changed += [getattr(layers[1].self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+    for module in changed:
+        torch.nn.init.normal_(module.bias)
+    ids = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
+    for module in changed if before else ():
+        change(module)
+    twin = copy.deepcopy(model)
+    fuse.fuse(fuse.find(model))
+    for module in () if before else changed:
+        change(module)
+    for module in () if before else (twin.get_submodule(name) for name, each in model.named_modules() if each in changed):
+        change(module)
+    with captured():
+        found = model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, twin(ids, use_cache=False).logits, atol=2e-2, rtol=2e-2)
+    assert linear_calls  # the other layers have their kernel
+
+
 @runs_kernels
 def test_a_gate_that_someone_changed_is_left_alone(linear_calls):
     """Hooks and forward() of an instance, biases, weights computed for each call, layers of other classes."""

@@ -17,7 +17,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from ..kernels import mixture
-from .llama import _is_same_code, activations, reads
+from .llama import _is_same_code, activations, parameters_of, reads
 
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")  # what a model runs if no other kernel is requested
 Experts = Callable[..., torch.Tensor]
@@ -72,8 +72,8 @@ def _asks(cls: type[torch.nn.Module]) -> bool:
 def expert_weights(module: torch.nn.Module) -> mixture.Weights | None:
     """The weights of `asks_for_experts` modules; None if they are not stored parameters but computed at each call."""
     names = ["gate_up_proj", "down_proj"] + ["gate_up_proj_bias", "down_proj_bias"] * bool(module.has_bias)
-    found = [tensor for name in names if (tensor := module._parameters.get(name)) is not None]
-    return mixture.Weights(*found) if len(found) == len(names) else None
+    found = parameters_of(module, *names) or (None,)
+    return None if any(tensor is None for tensor in found) else mixture.Weights(*found)  # type: ignore[arg-type]
 
 
 def expert_layout(module: torch.nn.Module) -> mixture.Layout | str:

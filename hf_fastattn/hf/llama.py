@@ -70,6 +70,15 @@ def is_torchs(forward: object, cls: type[torch.nn.Module]) -> bool:
     return forward is cls.forward and module_of(forward) == cls.__module__
 
 
+def parameters_of(module: torch.nn.Module, *names: str) -> tuple[torch.Tensor | None, ...] | None:
+    """The parameters of these names, None for one that the module lacks. None in place of all if the module has something else
+    under a name: another tensor, or one that is computed at each access."""
+    own, cls = vars(module), type(module)
+    if any(own.get(name) is not None or getattr(cls, name, None) is not None for name in names):
+        return None
+    return tuple(module._parameters.get(name) for name in names)
+
+
 def module_of(function: object) -> str:
     """The name of the module whose globals a function reads, "" if unknown. functools.wraps() copies only __module__."""
     return getattr(function, "__globals__", {}).get("__name__", "")  # type: ignore[no-any-return]

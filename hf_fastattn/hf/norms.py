@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.states import gated_norm
-from .llama import is_torchs
+from .llama import is_torchs, parameters_of
 from .rotations import called
 
 _EPS = ("variance_epsilon", "eps")  # attributes
@@ -48,7 +48,10 @@ class Norm(NamedTuple):
 
     def inputs(self, module: torch.nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
         """The weight, bias and eps of a module; None if someone has changed what its formula depends on."""
-        weight, bias, eps = module._parameters.get("weight"), module._parameters.get("bias"), getattr(module, self.eps, None)
+        found, eps = parameters_of(module, *_PARAMETERS), getattr(module, self.eps, None)
+        if found is None:
+            return None
+        weight, bias = found
         now = (getattr(module, name, None) for name, _ in self.state)
         same = all(getattr(x, "__func__", x) == value for x, (_, value) in zip(now, self.state, strict=True))
         return (weight, bias, eps) if same and self.has == (weight is not None, bias is not None) and type(eps) is float else None
@@ -131,7 +134,7 @@ def _takes_a_tensor(forward: Any) -> bool:
 def _size(module: torch.nn.Module) -> int | None:
     """The length of a weight or bias; 0 without any; None if the module contains something else."""
     inside = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-    if module._modules or module._buffers or not inside.keys() <= set(_PARAMETERS):
+    if parameters_of(module, *_PARAMETERS) is None or module._modules or module._buffers or not inside.keys() <= set(_PARAMETERS):
         return None
     shapes = {tensor.shape for tensor in inside.values()}
     if not shapes:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .llama import is_embedding
+from .llama import is_embedding, parameters_of
 from .models import has_latents, layer_shapes
 
 if TYPE_CHECKING:
@@ -203,10 +203,14 @@ class WholeHeads:
 
 
 def parts_of(module: torch.nn.Module) -> tuple[Any, Any]:
-    """The weight and the bias with which this rank computes its part of a layer's result; None for what the layer lacks."""
+    """The weight and the bias with which this rank computes its part of a layer's result; None for what the layer lacks. No
+    weight if one of them is not a parameter."""
+    found = parameters_of(module, "weight", "bias")
+    if found is None:
+        return None, None
     if (head := _head_of(module)) is not None:
         return head.parts
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight, bias = found
     return (local(weight), local(bias)) if computes_part(module) else (weight, bias)
 
 
@@ -311,10 +315,11 @@ def with_collective(
 
     class Style(type(style)):  # type: ignore[misc]  # the class depends on Transformers
         def transform_output_post_forward(self, module: torch.nn.Module, output: Any, mesh: Any) -> Any:
-            total = run(output)
-            if total is None:
+            found = parameters_of(module, "bias") if adds_bias else (None,)
+            total = None if found is None else run(output)
+            if found is None or total is None:
                 return style.transform_output_post_forward(module, output, mesh)
-            bias = local(module._parameters.get("bias")) if adds_bias else None
+            bias = local(found[0])
             return total if bias is None else total + bias
 
     Style.__name__ = type(style).__name__

@@ -123,7 +123,7 @@ def find_routers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _is_stored(router: torch.nn.Module) -> bool:
-    weight = router._parameters.get("weight")
+    weight, _ = hf.parameters_of(router, "weight", "bias") or (None, None)
     return weight is not None and subclass.runs_kernels(weight.device) and "forward" not in vars(router)
 
 
@@ -142,7 +142,7 @@ def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torc
         return None
     if kind.form != "choice":  # GPT-OSS alone keeps the shape of its input
         x = x.reshape(-1, x.shape[-1])
-    weight, bias, correction = router._parameters.get("weight"), router._parameters.get("bias"), None
+    (weight, bias), correction = hf.parameters_of(router, "weight", "bias") or (None, None), None
     if kind.form == "sigmoid":
         correction = router.e_score_correction_bias
     if weight is None or x.dim() != 2 or x.shape[0] > mixture.MAX_TOKENS:

@@ -174,7 +174,7 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
     if not steps.captured() or subclass.is_autocast(x) or not subclass.has_kernels(x):
         return False
     for layer in layers:
-        weight, bias = hf.parts_of(layer)  # no weight: it is computed for each call
+        weight, bias = hf.parts_of(layer)  # no weight: one of them is computed for each call
         if weight is None or not subclass.has_kernels(weight) or not (bias is None or subclass.has_kernels(bias)):
             return False
     return True

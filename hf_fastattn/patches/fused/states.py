@@ -100,7 +100,7 @@ def _convolution(conv: Any, x: torch.Tensor, state: torch.Tensor, activation: ob
     """The step of a convolution, prepared, for x (rows, 1, channels)."""
     from ...kernels.decode import conv_update
 
-    weight, bias = conv._parameters.get("weight"), conv._parameters.get("bias")
+    weight, bias = hf.parameters_of(conv, "weight", "bias") or (None, None)
     if activation not in (None, "silu", "swish") or weight is None or not _may_run(weight, bias, state):
         return None
     return conv_update.prepared(x[:, 0], state, weight.squeeze(1), bias, activation is not None, *(gate[:, 0] for gate in gates))
@@ -124,11 +124,13 @@ def _delta(
     conv = _convolution(self.conv1d, qkv, conv_state, self.activation)
     if conv is None or state is None or state.shape[-2:] != (self.head_k_dim, self.head_v_dim):
         return None
-    if not _may_run(self.A_log, self.dt_bias, state):
+    own: Any = hf.parameters_of(self, "A_log", "dt_bias")
+    if own is None or not _may_run(*own, state):
         return None
+    decay, dt_bias = own
     rows = len(qkv)
     a, b = (gate.view(rows, self.num_k_heads, -1) for gate in (a, b))
-    delta = gated_delta.prepared(conv.out, a, b, self.A_log, self.dt_bias, state)
+    delta = gated_delta.prepared(conv.out, a, b, decay, dt_bias, state)
     if delta is None:
         return None
     conv.launch()
@@ -154,10 +156,11 @@ def _selective(
     conv = _convolution(self.conv1d, mixed, conv_state, self.activation)
     if conv is None or state is None or state.shape[1:] != (self.num_heads, self.head_dim, self.ssm_state_size):
         return None
-    own = self.A_log, self.D, self.dt_bias
-    if not _may_run(*own, state):
+    own: Any = hf.parameters_of(self, "A_log", "D", "dt_bias")
+    if own is None or not _may_run(*own, state):
         return None
-    scan = selective.prepared(conv.out, dt[:, 0], *own, state, None if normed else gate[:, 0])
+    decay, skip, dt_bias = own
+    scan = selective.prepared(conv.out, dt[:, 0], decay, skip, dt_bias, state, None if normed else gate[:, 0])
     if scan is None:
         return None
     conv.launch()
