@@ -70,8 +70,10 @@ def linear_kernel(
     if PARTS > 1:
         start = tl.multiple_of(start, 8)
     weights = Weight + start[:, None] + offs[None, :]
-    # Before the wait: no kernel of a decode step writes weights.
+    # Before the wait: no kernel of a decode step writes parameters.
     w = _load_once(weights, live[:, None] & (offs < SIZE)[None, :])
+    if HAS_BIAS:  # it arrives while weights are read
+        bias = tl.load(Bias + offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS) + row, mask=live, other=0.0)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     x = tl.load(X + offs, mask=offs < SIZE, other=0.0)
@@ -86,8 +88,7 @@ def linear_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
-        bias = offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS)
-        y += tl.load(Bias + bias + row, mask=live, other=0.0).to(tl.float32)
+        y += bias.to(tl.float32)
     y = y.to(Out.dtype.element_ty)
     out = offset(tile, begins, Out, Out1, Out2, Out3, PARTS)
     tl.store(Out + out + row, y, mask=live)
@@ -202,7 +203,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x weight^T + bias in x's dtype; None if `why_not` gives a reason.
 
     x: (..., in_features) of 1 to 64 tokens; weight: (out_features, in_features); bias: (out_features,); float16 or bfloat16,
-    contiguous. Returns (..., out_features). No launch of the same step may write the weight: it is read before they end.
+    contiguous. Returns (..., out_features). No launch of the same step may write weight or bias: they are read before it ends.
     """
     outs = linears(x, (weight,), () if bias is None else (bias,))
     return None if outs is None else outs[0]
@@ -281,7 +282,7 @@ def _one_token(x: torch.Tensor, weights: Tensors, has_bias: bool, act: str, then
         warps = block_n * block_k // 512
     own |= {"SIZE": size, "BLOCK_N": block_n, "BLOCK_K": block_k, **early(x.device)}
     if len(rows) > 1 and warps == 8:
-        own["maxnreg"] = 64  # four programs fit on a multiprocessor, as with one weight
+        own["maxnreg"] = 64  # four programs fit on a multiprocessor, as with one weight and without a bias
     run = launch.Launch(kernel, (sum(triton.cdiv(n, block_n) for n in rows),), **own, num_warps=warps)
 
     def start(

@@ -70,6 +70,7 @@ class Sampler:
         with torch.inference_mode(False):
             self.tensors = (
                 torch.empty(rows, parts, SLOTS, dtype=torch.float32, device=device),
+                torch.empty(rows, parts, SLOTS, dtype=torch.float32, device=device),
                 torch.empty(rows, parts, SLOTS, dtype=torch.int32, device=device),
                 torch.empty(rows, parts, 2, dtype=torch.float32, device=device),
                 torch.empty(rows, parts, 2, dtype=torch.int32, device=device),
@@ -111,6 +112,7 @@ def _prepare(tensors: tuple[torch.Tensor, ...], settings: Settings) -> launch.La
         SLOTS=SLOTS,
         **early(tensors[0].device),
         num_warps=8,
+        maxnreg=128,  # two programs fit on a multiprocessor
         enable_fp_fusion=False,  # the difference of the maximum from itself is 0
         debug=True,  # for its assertion
         sanitize_overflow=False,
@@ -137,13 +139,15 @@ if triton is not None:
 
     _LEAST = tl.constexpr(-(2**31))  # below the key of every number
     _NONE = tl.constexpr(2**31 - 1)  # no index
+    _STAGES = tl.constexpr(4)  # blocks of a row that are read at the same time
 
     @triton.jit(do_not_specialize=["parts", "top_k"])
     def sample_kernel(
         Scores,  # (rows, vocab), fp32, the rows `stride` apart
         Noise,  # (rows, vocab), fp32
         Values,  # (rows, parts, SLOTS), fp32: candidates, then -inf; written and read
-        Indices,  # (rows, parts, SLOTS), int32: their tokens, written and read
+        Noises,  # (rows, parts, SLOTS), fp32: their noise, then 1; written and read
+        Indices,  # (rows, parts, SLOTS), int32: their tokens, ascending; written and read
         Sums,  # (rows, parts, 2), fp32: the maximum, NaN if a score is NaN or inf; sum of exp(x - maximum); written and read
         Limits,  # (rows, parts, 2), int32: the least key of candidates; the same if some do not fit, or a token; written and read
         Finished,  # (rows,), int32: programs that have, 0 before and afterwards; written and read
@@ -158,6 +162,7 @@ if triton is not None:
         Scores += row * stride
         Noise += row * vocab
         Values += row * parts * SLOTS
+        Noises += row * parts * SLOTS
         Indices += row * parts * SLOTS
         Sums += row * parts * 2
         Limits += row * parts * 2
@@ -176,10 +181,12 @@ if triton is not None:
             slots = tl.cumsum(taken.to(tl.int32), 0) - 1
             places = part * SLOTS + slots
             tl.store(Values + places, x, mask=taken)
+            tl.store(Noises + places, tl.load(Noise + offs, mask=taken, other=1.0), mask=taken)
             tl.store(Indices + places, offs, mask=taken)
             free = tl.arange(0, SLOTS)
             rest = free >= tl.sum(taken.to(tl.int32))
             tl.store(Values + part * SLOTS + free, tl.full([SLOTS], float("-inf"), tl.float32), mask=rest)
+            tl.store(Noises + part * SLOTS + free, tl.full([SLOTS], 1.0, tl.float32), mask=rest)
             tl.store(Limits + part * 2, least)
             tl.store(Limits + part * 2 + 1, tl.where(too_many, least, _LEAST))
         else:
@@ -192,13 +199,14 @@ if triton is not None:
         if tl.atomic_add(Finished + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
             tl.store(Finished + row, 0)
             token = _of_parts(
-                Scores, Noise, Values, Indices, Sums, Limits, vocab, parts, inverse, top_k, removed, min_p, BLOCK, PARTS, SLOTS
+                Scores, Noise, Values, Noises, Indices, Sums, Limits,
+                vocab, parts, inverse, top_k, removed, min_p, BLOCK, PARTS, SLOTS,
             )  # fmt: skip
             tl.store(Tokens + row, token.to(tl.int64))
 
     @triton.jit
     def _of_parts(
-        Scores, Noise, Values, Indices, Sums, Limits, vocab, parts, inverse, top_k, removed, min_p,
+        Scores, Noise, Values, Noises, Indices, Sums, Limits, vocab, parts, inverse, top_k, removed, min_p,
         BLOCK: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
     ):  # fmt: skip
         """The token of one row, whose parts are read."""
@@ -227,42 +235,34 @@ if triton is not None:
                 there = drawn != _NONE
                 p = tl.exp(tl.load(Scores + drawn, mask=there, other=float("-inf")) * inverse - maximum)
                 index = _winner(p / tl.load(Noise + drawn, mask=there, other=1.0), drawn)
-        size = tl.where(few, parts * SLOTS, vocab)
+        size = vocab
+        if few:  # the candidates in place of the row; an index is that of a slot
+            Scores, Noise, size, inverse = Values, Noises, parts * SLOTS, inverse * 0.0 + 1.0
         if index == _NONE:
-            _, total, index = _read(
-                Scores, Noise, Values, Indices, size, few, inverse, maximum, least, min_p, least, -1, BLOCK // 2
-            )  # fmt: skip
+            _, total, index = _read(Scores, Noise, size, inverse, maximum, least, min_p, least, -1, BLOCK // 2)
         more = (removed > 0) & valid & (index != _NONE)
         while more:
             key = _keys(tl.load(Scores + index) * inverse)
-            below, _, following = _read(
-                Scores, Noise, Values, Indices, size, few, inverse, maximum, least, min_p, key, index, BLOCK // 2
-            )  # fmt: skip
+            below, _, following = _read(Scores, Noise, size, inverse, maximum, least, min_p, key, index, BLOCK // 2)
             more = (below / total <= removed) & (following != _NONE)
             index = tl.where(more, following, index)
+        if few:
+            index = tl.load(Indices + index, mask=index != _NONE, other=_NONE)
         return index
 
     @triton.jit
-    def _read(
-        Scores, Noise, Values, Indices, size, few, inverse, maximum, least, min_p, key, index, BLOCK: tl.constexpr
-    ):  # fmt: skip
+    def _read(Scores, Noise, size, inverse, maximum, least, min_p, key, index, BLOCK: tl.constexpr):
         """(the sum of exp(x - maximum) up to a token, that of the tokens after it, the one that is drawn of these).
 
         Tokens are in the order of their scores, equal ones in that of their indices. least: the key from which they are kept.
-        few: whether they are read from the candidates.
+        Only one program reads a row: so that it does not wait for each block, the next ones are on their way.
         """
         below, above, best = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         chosen = tl.full([BLOCK], _NONE, tl.int32)
-        for start in range(0, size, BLOCK):
-            offs = start + tl.arange(0, BLOCK)
-            inside = offs < size
-            if few:
-                x = tl.load(Values + offs, mask=inside, other=float("-inf"))
-                inside = inside & (x > float("-inf"))
-                indices = tl.load(Indices + offs, mask=inside, other=0)
-            else:
-                x = tl.load(Scores + offs, mask=inside, other=float("-inf")) * inverse
-                indices = offs
+        for start in tl.range(0, size, BLOCK, num_stages=_STAGES):
+            indices = start + tl.arange(0, BLOCK)
+            inside = indices < size
+            x = tl.load(Scores + indices, mask=inside, other=float("-inf")) * inverse
             noise = tl.load(Noise + indices, mask=inside, other=1.0)
             keys = _keys(x)
             p = tl.where(keys >= least, tl.exp(x - maximum), 0.0)
