@@ -69,12 +69,16 @@ def ratio(result: dict, row: dict, name: str, over: str, what: str = "ms") -> fl
 
 
 def told(result: dict, run: str) -> str:
-    """A run as text: its command, and its driver and clocks if they are known."""
+    """A run as text: its command, versions that are not those above the table, and its driver and clocks if they are known."""
     of = result.get("measured_by", {}).get(run)
     if of is None:
         return f"`{run}`"
     at = of["conditions"]
-    words = [f"`{of['command']}`", *([f"driver {at['driver']}"] if "driver" in at else [])]
+    head = result.get("conditions", {})
+    other = [
+        f"{key} {at[key]}" for key in ("device", "torch", "triton", "transformers") if key in at and at[key] != head.get(key)
+    ]
+    words = [f"`{of['command']}`", *other, *([f"driver {at['driver']}"] if "driver" in at else [])]
     for what, key in (("SM", "sm_mhz"), ("memory", "memory_mhz")):
         if key in at:
             words.append(f"{what} clock {' to '.join(dict.fromkeys(map(str, at[key])))} MHz")

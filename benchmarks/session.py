@@ -29,6 +29,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from transformers import DynamicCache
 
 from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
@@ -46,7 +47,7 @@ WARM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from hf_fastattn_cli im
 ROOT = Path(__file__).parent.parent
 
 
-def phases(model, vocab: int, tiny: bool) -> Iterator[tuple[str, list[Callable[[], object]]]]:
+def phases(model, vocab: int, tiny: bool, stock: bool) -> Iterator[tuple[str, list[Callable[[], object]]]]:
     """The name and the calls of each phase, the same in each turn."""
     drawn, device, part = random.Random(5), model.device, 100 if tiny else 1
     draw = lambda rows, tokens: torch.randint(5, vocab, (rows, tokens), device=device)  # noqa: E731
@@ -64,7 +65,7 @@ def phases(model, vocab: int, tiny: bool) -> Iterator[tuple[str, list[Callable[[
 
     def turn(number: int) -> None:
         if number == 0:
-            made["cache"] = PreallocatedCache(model, text.shape[1] + 16)
+            made["cache"] = DynamicCache(config=model.config) if stock else PreallocatedCache(model, text.shape[1] + 16)
         cache, end = made["cache"], sum(turns[: number + 1])
         cache.crop(-max(0, cache.get_seq_length() - (end - turns[number])))
         model.generate(text[:, :end], past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
@@ -103,7 +104,7 @@ def session(shape: str, kind: str, device: torch.device) -> dict:
         if kind == "later" and not tiny:
             time.sleep(WAIT)
         for turn in ("first_s", "again_s"):
-            for number, (name, calls) in enumerate(phases(model, subject.text_config.vocab_size, tiny)):
+            for number, (name, calls) in enumerate(phases(model, subject.text_config.vocab_size, tiny, kind == "stock")):
                 before, seconds = len(compiled), []
                 for each in calls:
                     start = time.perf_counter()
