@@ -419,6 +419,7 @@ class Doubled(torch.nn.Module):
 
 BIASES = {
     "an attribute": lambda module: setattr(module, "bias", 2 * module._parameters.pop("bias").detach()),
+    "a buffer": lambda module: module.register_buffer("bias", 2 * module._parameters.pop("bias").detach()),
     "computed": lambda module: torch.nn.utils.parametrize.register_parametrization(module, "bias", Doubled()),
     "before the parameter": lambda module: vars(module).__setitem__("bias", 2 * module.bias.detach()),
 }
