@@ -72,8 +72,8 @@ def linear_kernel(
     weights = Weight + start[:, None] + offs[None, :]
     # Before the wait: no kernel of a decode step writes parameters.
     w = _load_once(weights, live[:, None] & (offs < SIZE)[None, :])
-    if HAS_BIAS:  # it arrives while weights are read
-        bias = tl.load(Bias + offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS) + row, mask=live, other=0.0)
+    if HAS_BIAS and PARTS == 1:  # it arrives while weights are read; of several it would be spilled
+        bias = tl.load(Bias + row, mask=live, other=0.0)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     x = tl.load(X + offs, mask=offs < SIZE, other=0.0)
@@ -88,6 +88,8 @@ def linear_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
     y = tl.sum(acc, 1)
     if HAS_BIAS:
+        if PARTS > 1:
+            bias = tl.load(Bias + offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS) + row, mask=live, other=0.0)
         y += bias.to(tl.float32)
     y = y.to(Out.dtype.element_ty)
     out = offset(tile, begins, Out, Out1, Out2, Out3, PARTS)

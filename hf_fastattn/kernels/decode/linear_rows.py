@@ -197,8 +197,8 @@ def linear_rows_kernel(
     if EARLY and BLOCK_M == 16:  # requests for more columns delay the previous launch
         columns = tl.program_id(1) * split_size + tl.arange(0, BLOCK_K // 64) * 64
         request(Weight + start[:, None] + tl.minimum(columns, size - 1)[None, :])
-    if HAS_BIAS:  # it arrives while weights are read
-        bias = tl.load(Bias + offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS) + row, mask=row < rows_of, other=0.0)
+    if HAS_BIAS and PARTS == 1:  # it arrives while weights are read
+        bias = tl.load(Bias + row, mask=row < rows_of, other=0.0)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -223,6 +223,8 @@ def linear_rows_kernel(
         else:
             live = row < rows_of
             if HAS_BIAS:
+                if PARTS > 1:
+                    bias = tl.load(Bias + offset(tile, begins, Bias, Bias1, Bias2, Bias3, PARTS) + row, mask=live, other=0.0)
                 acc += bias.to(tl.float32)[:, None]
             out = offset(tile, begins, Out, Out1, Out2, Out3, PARTS)  # of new, aligned tensors
             offs, y = token[None, :] * rows_of + row[:, None], acc.to(dtype)
