@@ -74,9 +74,12 @@ def parameters_of(module: torch.nn.Module, *names: str) -> tuple[torch.Tensor | 
     """The parameters of these names, None for one that the module lacks. None in place of all if the module has something else
     under a name: another tensor, or one that is computed at each access."""
     own, cls = vars(module), type(module)
-    others = own, own["_buffers"], own["_modules"]
-    if any(getattr(cls, name, None) is not None or any(group.get(name) is not None for group in others) for name in names):
-        return None
+    for name in names:  # not in a generator: norms ask for each forward
+        if getattr(cls, name, None) is not None:
+            return None
+        for group in (own, own["_buffers"], own["_modules"]):
+            if group.get(name) is not None:
+                return None
     return tuple(module._parameters.get(name) for name in names)
 
 
