@@ -1,6 +1,7 @@
 """The bias of keys (ALiBi) in the kernels; Bloom, MPT and Falcon under patch() compared with their own code."""
 
 import copy
+import functools
 
 import pytest
 import test_kernels
@@ -282,3 +283,32 @@ def test_a_mask_of_the_user_and_one_without_a_cache(name):
     with hf_fastattn.patch(model):
         for each, expected in zip(calls, want, strict=True):
             torch.testing.assert_close(model(IDS, **each).logits[:, 7:], expected[:, 7:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, place",
+    [("forward", "class"), ("forward", "subclass"), *(("_merge_heads", each) for each in ("instance", "class", "subclass"))],
+)
+def test_attention_code_of_the_user_is_refused_by_name(name, place, monkeypatch):
+    model = make_model("bloom")
+    module = model.transformer.h[0].self_attention
+    own, cls = getattr(type(module), name), type(module)
+    mine = lambda self, *args, **options: own(self, *args, **options)  # noqa: E731
+    if place == "instance":
+        setattr(module, name, functools.partial(mine, module))
+    elif place == "class":
+        monkeypatch.setattr(cls, name, mine)
+    else:
+        module.__class__ = type("Mine", (cls,), {name: mine})
+    with pytest.raises(ValueError, match=rf"the {name}\(\) of its (Mine|BloomAttention) is not that of Transformers"):
+        hf_fastattn.patch(model, "lean")
+
+
+def test_the_factor_of_blooms_bias(captured_steps):
+    model = make_model("bloom")
+    for layer in model.transformer.h:
+        layer.self_attention.beta = 0.5
+    ids = torch.randint(3, 90, (1, 9))
+    right = model(ids).logits
+    with hf_fastattn.patch(model, "lean"):
+        torch.testing.assert_close(model(ids).logits, right, atol=1e-4, rtol=1e-4)

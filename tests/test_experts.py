@@ -209,6 +209,38 @@ def test_changed_numbers_precisions_and_hooks_are_noticed_and_say_nothing_of_oth
     assert isinstance(hf.expert_layout(hooked), str)
     assert not isinstance(hf.expert_layout(own_experts("mixtral")), str)
 
+    class SiLUActivation(torch.nn.Module):  # printed as Transformers' own
+        def forward(self, x):
+            return 3 * torch.nn.functional.silu(x)
+
+    for name, value in (("act_fn", SiLUActivation()), ("_apply_gate", lambda x: x.chunk(2, -1)[0])):
+        changed = own_experts("mixtral")
+        setattr(changed, name, value)
+        assert isinstance(hf.expert_layout(changed), str)
+    with monkeypatch.context() as replaced:
+        replaced.setattr(torch.nn.functional, "silu", torch.relu)
+        assert "replaced a function" in hf.expert_layout(own_experts("mixtral"))
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    assert isinstance(hf.expert_layout(own_experts("mixtral")), str)
+    handle.remove()
+    assert not isinstance(hf.expert_layout(own_experts("mixtral")), str)
+
+
+@runs_kernels
+@pytest.mark.parametrize("later", [False, True])
+def test_an_implementation_that_someone_registered_under_a_name_of_transformers_runs(later, launched):
+    module, mine = own_experts("mixtral"), lambda module, x, *args: torch.full_like(x, 7.0)
+    hf.set_experts_implementation(module, "batched_mm")
+    try:
+        if later:
+            experts.use([module])
+        hf_experts.ALL_EXPERTS_FUNCTIONS["batched_mm"] = mine
+        assert "was requested" in experts.why_not_kind(module)
+        assert (module(*routed(module, 2)) == 7).all() and not launched
+    finally:
+        del hf_experts.ALL_EXPERTS_FUNCTIONS["batched_mm"]
+    assert experts.why_not_kind(module) is None
+
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

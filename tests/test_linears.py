@@ -15,6 +15,7 @@ from models import tiny
 from small_layers import Launches, small_model
 from test_fuse import Wrapped
 from torch.nn.functional import linear as torchs
+from transformers.activations import SiLUActivation
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from hf_fastattn.kernels import HAS_TRITON
@@ -450,6 +451,85 @@ def test_a_bias_that_is_no_parameter_is_added(change, before, linear_calls, monk
         found = model(ids, use_cache=False).logits
     torch.testing.assert_close(found, twin(ids, use_cache=False).logits, atol=2e-2, rtol=2e-2)
     assert linear_calls  # the other layers have their kernel
+
+
+class Thrice(torch.nn.Linear):
+    def forward(self, x):
+        return 3 * super().forward(x)
+
+
+def thrice(of, name):
+    """A change of a function of a class or of torch, which its code calls by its name."""
+
+    def change(mlp, monkeypatch):
+        own = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *args, **options: 3 * own(*args, **options))
+
+    return change
+
+
+def derive(mlp, monkeypatch):
+    own = type(mlp.gate_proj)
+    mlp.gate_proj.__class__ = type("Mine", (own,), {"forward": lambda self, x: 3 * own.forward(self, x)})
+
+
+REPLACED = {
+    "the class of the gate": derive,
+    "another class": lambda mlp, monkeypatch: setattr(mlp.gate_proj, "__class__", Thrice),
+    "forward() of torch's class": thrice(torch.nn.Linear, "forward"),
+    "forward() of the activation's class": thrice(SiLUActivation, "forward"),
+    "F.silu": thrice(torch.nn.functional, "silu"),
+    "F.linear": thrice(torch.nn.functional, "linear"),
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("change", REPLACED.values(), ids=REPLACED)
+def test_code_that_someone_replaced_below_a_fused_mlp_runs(change, monkeypatch):
+    stock = tiny("llama").to(DEVICE, torch.float16).model.layers[0].mlp
+    fused, x = copy.deepcopy(stock), torch.randn(1, 1, 64, device=DEVICE, dtype=torch.float16)
+    fuse.fuse(fuse.find(fused))
+    before = stock(x)
+    change(stock, monkeypatch)
+    if change in (derive, REPLACED["another class"]):
+        change(fused, monkeypatch)
+    right = stock(x)
+    assert not torch.allclose(right, before)
+    with captured():
+        torch.testing.assert_close(fused(x), right, atol=1e-3, rtol=1e-2)
+
+
+@runs_kernels
+def test_a_product_in_place_spares_what_an_activation_keeps():
+    mlp, kept = tiny("llama").to(DEVICE).model.layers[0].mlp, torch.full((1, 1, 96), 2.0, device=DEVICE)
+    fuse.fuse(fuse.find(mlp))
+    mlp.act_fn.forward = lambda x: kept
+    mlp(torch.randn(1, 1, 64, device=DEVICE))
+    assert (kept == 2).all()
+
+
+@runs_kernels
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_results_that_code_of_others_changes_in_place_are_added_as_they_are(mode):
+    """Tensors of inference mode do not count their changes."""
+
+    class Mine(type(small_model("llama").model.layers[0].mlp)):
+        def forward(self, x):
+            out = super().forward(x)
+            out.mul_(3)
+            return out
+
+    stock = small_model("llama", DEVICE).to(torch.float16)
+    for layer in stock.model.layers:
+        layer.mlp.__class__ = Mine
+    fused, ids = copy.deepcopy(stock), torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
+    fuse.fuse(fuse.find(fused))
+    projections.join(fused)
+    residual.join(fused)
+    with mode():
+        right = stock(ids, use_cache=False).logits
+        with captured(), merged.merged(fused):
+            torch.testing.assert_close(fused(ids, use_cache=False).logits, right, atol=2e-2, rtol=2e-2)
 
 
 @runs_kernels

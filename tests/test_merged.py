@@ -1,7 +1,9 @@
 """Residual additions merged with the norms around them: the same results as without, for any order of operations."""
 
 import copy
+import functools
 import random
+import types
 from collections import Counter
 from functools import partial
 
@@ -13,6 +15,7 @@ from test_fuse import DEVICE, DTYPES, runs_kernels
 from test_small_layers import ROTATIONS, norm_of_family, rotation_of_family
 from tolerance import assert_close, largest
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 import hf_fastattn
 from hf_fastattn.hf.rotations import reached
@@ -26,6 +29,11 @@ from hf_fastattn.patches.graphs import graphs as graph
 
 pytestmark = [runs_kernels, pytest.mark.usefixtures("seeded_without_gradients")]
 SIZE = 96
+
+
+@pytest.fixture(autouse=True)
+def code_of_tests_is_known(monkeypatch):
+    monkeypatch.setattr(merged, "_CODE", (*merged._CODE, __name__))
 
 
 def same(a, b):
@@ -461,3 +469,28 @@ def test_an_error_ends_the_mode():
         _ = 1 / 0
     assert merged.current() is None
     assert torch.equal(total, 2 * x) and torch.equal(model[0](x), model[0](x.clone()))
+
+
+def other(function):
+    """A function of another package that does the same."""
+    run = lambda *args, **options: function(*args, **options)  # noqa: E731
+    return types.FunctionType(run.__code__, {"__name__": "package.ops", "function": function}, closure=run.__closure__)
+
+
+@pytest.mark.parametrize("what", ["a function", "a function of a function", "forward of a class", "its wrapper"])
+def test_a_model_that_calls_functions_of_other_packages_is_not_merged(what, monkeypatch):
+    """They may launch kernels, which are not seen: a delayed launch would come after them."""
+    model = small_model("llama", DEVICE)
+    fuse.fuse(fuse.find(model))
+    fused = [module for module in model.modules() if subclass.is_fused(module)]
+    if not fused:  # no kernels of norms on this device
+        fuse.fuse(fuse.Fusible([], [], [], [model.model.layers[0].mlp.down_proj]))
+    assert merged.qualifies(model)
+    llama = modeling_llama
+    if what.startswith("a function"):
+        name = "apply_rotary_pos_emb" if what == "a function" else "rotate_half"
+        monkeypatch.setattr(llama, name, other(getattr(llama, name)))
+    else:
+        own = llama.LlamaMLP.forward
+        monkeypatch.setattr(llama.LlamaMLP, "forward", functools.wraps(own)(other(own)) if what == "its wrapper" else other(own))
+    assert not merged.qualifies(model)

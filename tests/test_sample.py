@@ -190,3 +190,9 @@ def test_generate_draws_as_before(options, launches, monkeypatch):
     for name in ("logits", "scores"):
         for a, b in zip(getattr(got, name, None) or (), getattr(want, name, None) or (), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_a_processor_whose_code_someone_replaced_runs(monkeypatch):
+    assert split(processors(temperature=0.5, top_k=9)) == (0, Settings(0.5, 9))
+    monkeypatch.setattr(CLASSES["top_k"], "__call__", lambda self, ids, scores: scores)
+    assert split(processors(temperature=0.5, top_k=9)) == (2, Settings())

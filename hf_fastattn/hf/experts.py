@@ -14,12 +14,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from ..kernels import mixture
-from .llama import _is_same_code, activations, parameters_of, reads
+from .llama import _is_same_code, activation_name, activations, has_own, parameters_of, reads
 
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")  # what a model runs if no other kernel is requested
+_REGISTERED = {name: ALL_EXPERTS_FUNCTIONS[name] for name in STOCK_EXPERTS[1:]}
 Experts = Callable[..., torch.Tensor]
 _layouts: dict[tuple[object, ...], mixture.Layout | str] = {}
 
@@ -47,6 +49,11 @@ def experts_implementation(module: Any) -> str:
 def set_experts_implementation(module: Any, name: str) -> None:
     """Set it for all modules with the configuration of this one, but not for its sub-configurations."""
     module.config._experts_implementation_internal = name
+
+
+def is_stock_experts(name: str) -> bool:
+    """Whether this is one of STOCK_EXPERTS, and nobody has registered another function under its name."""
+    return name in STOCK_EXPERTS and (name not in _REGISTERED or ALL_EXPERTS_FUNCTIONS[name] is _REGISTERED[name])
 
 
 def stock_experts(module: torch.nn.Module, name: str) -> Experts:
@@ -83,7 +90,13 @@ def expert_layout(module: torch.nn.Module) -> mixture.Layout | str:
     numbers = tuple((name, getattr(module, name)) for name, value in vars(module).items() if type(value) in (int, float))
     if act is not None and ("forward" in vars(act) or act._forward_hooks or act._forward_pre_hooks):
         return f"the activation of {type(module).__name__} has a hook or a forward() of its own"
-    key = type(module), str(act), numbers
+    if "_apply_gate" in vars(module) or _global_forward_hooks or _global_forward_pre_hooks:
+        return f"{type(module).__name__} has a function of its own for its gate, or there are hooks of all modules"
+    if not has_own("silu", "gelu"):
+        return "someone has replaced a function of torch.nn.functional"
+    functions: tuple[Any, ...] = getattr(type(module), "_apply_gate", None), getattr(type(act), "forward", None)
+    functions += (None if act is None else activation_name(act) or getattr(act, "act", None),)
+    key = type(module), type(act), str(act), functions, numbers
     if key not in _layouts:
         _layouts[key] = _examine(module, act, [number for _, number in numbers])
     return _layouts[key]

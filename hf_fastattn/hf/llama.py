@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-_silu = torch.nn.functional.silu
+_FUNCTIONS = {name: getattr(torch.nn.functional, name) for name in ("gelu", "layer_norm", "linear", "silu", "softplus")}
 
 
 def is_llamas_mlp(forward: object) -> bool:
@@ -37,9 +37,9 @@ def is_lfm2s_mlp(forward: object) -> bool:
     return _is_same_code(forward, Lfm2MLP.forward)
 
 
-def has_own_silu() -> bool:
-    """Whether nobody has replaced F.silu."""
-    return torch.nn.functional.silu is _silu
+def has_own(*names: str) -> bool:
+    """Whether nobody has replaced these functions of torch.nn.functional."""
+    return all(getattr(torch.nn.functional, name) is _FUNCTIONS[name] for name in names)
 
 
 def is_llamas_layer(forward: object) -> bool:
@@ -108,6 +108,8 @@ def activation_name(act: torch.nn.Module) -> str | None:
     """ "silu", "gelu" or "gelu_tanh" if that is what this module computes, else None."""
     from transformers.activations import GELUActivation, GELUTanh
 
+    if module_of(type(act).forward) != type(act).__module__ or not has_own("silu", "gelu"):
+        return None
     if type(act) in silus():
         return "silu"
     if type(act) is torch.nn.GELU:

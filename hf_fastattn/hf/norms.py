@@ -8,6 +8,8 @@ matter, and the rows are on the CPU, so the device of the model does not either.
 
 from __future__ import annotations
 
+import builtins
+import dis
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -16,9 +18,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
+from transformers.activations import ACT2FN
 
 from ..kernels.states import gated_norm
-from .llama import is_torchs, parameters_of
+from .llama import has_own, is_torchs, parameters_of
 from .rotations import called
 
 _EPS = ("variance_epsilon", "eps")  # attributes
@@ -49,7 +52,7 @@ class Norm(NamedTuple):
     def inputs(self, module: torch.nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None, float] | None:
         """The weight, bias and eps of a module; None if someone has changed what its formula depends on."""
         found, eps = parameters_of(module, *_PARAMETERS), getattr(module, self.eps, None)
-        if found is None:
+        if found is None or not has_own("layer_norm"):
             return None
         weight, bias = found
         now = (getattr(module, name, None) for name, _ in self.state)
@@ -71,7 +74,8 @@ class GatedNorm(NamedTuple):
         if found is None:
             return None
         weight: Any = found[0]
-        groups = getattr(module, "n_groups", None) or weight.numel() // getattr(module, "group_size", weight.numel())
+        read = dict(self.state)
+        groups = read.get("n_groups") or weight.numel() // read.get("group_size", weight.numel())
         return weight, found[2], self.first, self.late, int(groups)
 
 
@@ -142,13 +146,23 @@ def _size(module: torch.nn.Module) -> int | None:
     return shapes.pop()[0] if len(shapes) == 1 and len(next(iter(shapes))) == 1 else None
 
 
+@cache
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The global names that code reads, but those of Python itself."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return tuple(names - vars(builtins).keys())
+
+
 def _state(module: torch.nn.Module) -> Attributes | None:
     """The methods and attributes that forward() reads, besides eps and the parameters; None if they are not simple."""
     found: dict[str, Any] = {}
     waiting: list[Any] = [type(module).forward]
     while waiting:
-        code = waiting.pop().__code__
-        for name in {*code.co_names} - {*_EPS, *_PARAMETERS, *found}:
+        function = waiting.pop()
+        read = (function.__globals__.get(name) for name in _global_names(function.__code__))
+        if not all(isinstance(value, types.ModuleType) or value is ACT2FN for value in read):
+            return None  # a value that may change
+        for name in {*function.__code__.co_names} - {*_EPS, *_PARAMETERS, *found}:
             if name in vars(module):
                 value = vars(module)[name]
                 if not isinstance(value, _SIMPLE):

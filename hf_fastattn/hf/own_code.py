@@ -12,9 +12,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .caches import CACHE, cache_in
+from .llama import module_of
 
 __all__ = ["OwnAttention", "counts_without_mask", "has_alibi", "own_attention", "why_not_own_attention"]
 
+_REPLACED = ("forward", "_reshape", "_split_heads", "_merge_heads")  # methods of attention whose part patch() computes itself
 Attend = Callable[..., tuple[torch.Tensor, Any]]  # of a backend: (module, query, key, value, mask, scaling=, key_bias=, dropout=)
 Forward = Callable[..., Any]
 
@@ -44,6 +46,17 @@ def why_not_own_attention(model: PreTrainedModel) -> str | None:
     config = model.config
     if config.model_type == "falcon" and config.alibi and config._attn_implementation == "eager":
         return 'its bias (ALiBi) is added twice by the code of "eager". Load it with attn_implementation="sdpa".'
+    if (found := own_attention(model)) is None:
+        return None
+    for module in model.modules():
+        known = any(each.__name__ == found.attention for each in type(module).__mro__)
+        for name in _REPLACED if known else ():
+            its: Any = getattr(type(module) if name == "forward" else module, name, None)  # its own forward() runs in any case
+            its = getattr(its, "__func__", its)
+            while module_of(its).startswith("hf_fastattn."):
+                its = its.__wrapped__
+            if its is not None and not module_of(its).startswith("transformers."):
+                return f"the {name}() of its {type(module).__name__} is not that of Transformers, which patch() would replace."
     return None
 
 
@@ -61,6 +74,7 @@ def _bloom(attend: Attend) -> Forward:
             key, value = cache.update(key, value, self.layer_idx)
         options = {"scaling": self.inv_norm_factor, "dropout": self.attention_dropout.p}
         bias = alibi.view(len(query), self.num_heads, -1)
+        bias = bias if self.beta == 1 else bias * self.beta
         x = attend(self, query, key, value, attention_mask, key_bias=bias, **options)[0].flatten(2)
         if self.pretraining_tp > 1 and self.slow_but_exact:  # a product in parts, without the bias of the layer
             parts = zip(x.chunk(self.pretraining_tp, -1), self.dense.weight.chunk(self.pretraining_tp, 1), strict=True)
@@ -95,15 +109,15 @@ def _mpt(attend: Attend) -> Forward:
 
 
 def _falcon(attend: Attend) -> Forward:
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+    from transformers.models.falcon import modeling_falcon
 
     def run(self: Any, hidden_states: torch.Tensor, alibi: torch.Tensor | None, attention_mask: Any, **given: Any) -> Any:
         # The query heads of each KV head, its key and its value follow each other in all variants.
         qkv = self.query_key_value(hidden_states).unflatten(2, (self.num_kv_heads, -1, self.head_dim))
         query, key, value = (x.transpose(1, 2) for x in (qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]))
-        options = {"scaling": self.inv_norm_factor}
+        options = {"scaling": self.head_dim**-0.5 if alibi is None else self.inv_norm_factor}
         if alibi is None:
-            query, key = apply_rotary_pos_emb(query, key, *given["position_embeddings"])
+            query, key = modeling_falcon.apply_rotary_pos_emb(query, key, *given["position_embeddings"])
         if (cache := given.get("layer_past")) is not None:
             key, value = cache.update(key, value, self.layer_idx)
         if alibi is not None:

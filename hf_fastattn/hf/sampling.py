@@ -10,6 +10,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.generation import logits_process
 
+from .llama import module_of
+
 if TYPE_CHECKING:
     from ..kernels.decode import sample
 
@@ -86,7 +88,11 @@ def split(processors: Sequence[Any]) -> tuple[int, sample.Settings]:
     while first:
         last = processors[first - 1]
         at = next((i for i, (cls, _) in enumerate(_ORDER[:place]) if type(last) is cls), None)
-        if at is None or getattr(last, "filter_value", -math.inf) != -math.inf:
+        if (
+            at is None
+            or module_of(type(last).__call__) != logits_process.__name__
+            or getattr(last, "filter_value", -math.inf) != -math.inf
+        ):
             break
         name = _ORDER[at][1]
         if name == "top_k" and last.top_k > sample.MOST_K:

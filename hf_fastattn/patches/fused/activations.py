@@ -38,7 +38,7 @@ def gelu(forward: types.FunctionType) -> Forward:
     @functools.wraps(forward)
     def act(self: Any, x: torch.Tensor) -> Any:
         # A function that someone has replaced in the model's file is used. Gradients are the model's own.
-        same = all(names.get(name, _NONE) is function for name, function in known.items())
+        same = hf.has_own("gelu") and all(names.get(name, _NONE) is function for name, function in known.items())
         if same and not torch.is_grad_enabled() and subclass.has_kernels(x) and not subclass.is_autocast(x):
             return torch.nn.functional.gelu(x, approximate="tanh")
         return forward(self, x)

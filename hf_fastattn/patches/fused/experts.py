@@ -47,7 +47,7 @@ def why_not_kind(module: torch.nn.Module) -> str | None:
     layout, name = hf.expert_layout(module), had(module)
     if isinstance(layout, str):
         return layout
-    if name not in hf.STOCK_EXPERTS:
+    if not hf.is_stock_experts(name):
         return f"experts_implementation={name!r} was requested"
     return f"{type(module).__name__} computes its weights at each call" if hf.expert_weights(module) is None else None
 
@@ -80,11 +80,12 @@ def _implementation(stock: str) -> Callable[..., torch.Tensor]:
     """The function that is registered under PREFIX + stock."""
 
     def experts(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = None if kwargs or len(args) != 3 else _by_kernel(module, *args)
+        own = hf.is_stock_experts(stock)
+        out = None if kwargs or len(args) != 3 or not own else _by_kernel(module, *args)
         if out is not None:
             return out
         # As Transformers does in generate() with "grouped_mm"; a graph can capture neither the loop nor every grouped_mm.
-        name = "batched_mm" if not torch.compiler.is_compiling() and steps.captured() else stock
+        name = "batched_mm" if own and not torch.compiler.is_compiling() and steps.captured() else stock
         return hf.stock_experts(module, name)(module, *args, **kwargs)
 
     return experts
@@ -145,7 +146,8 @@ def _routed(router: Any, x: torch.Tensor, kind: hf.Routing | None) -> tuple[torc
     (weight, bias), correction = hf.parameters_of(router, "weight", "bias") or (None, None), None
     if kind.form == "sigmoid":
         correction = router.e_score_correction_bias
-    if weight is None or x.dim() != 2 or x.shape[0] > mixture.MAX_TOKENS:
+    unread = bias is not None and kind.form != "choice"  # the others' code reads no bias
+    if weight is None or unread or x.dim() != 2 or x.shape[0] > mixture.MAX_TOKENS:
         return None
     if not all(subclass.has_kernels(tensor) for tensor in (x, weight, bias, correction) if tensor is not None):
         return None

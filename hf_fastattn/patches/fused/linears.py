@@ -47,7 +47,7 @@ class _Projected:
     """Results of linear layers that are not called yet, by the id of the layer, for one input."""
 
     x: torch.Tensor
-    version: int | None
+    version: object
     results: dict[int, torch.Tensor]
 
 
@@ -57,9 +57,9 @@ class Added:
 
     layer: object
     residual: torch.Tensor
-    version: int | None
+    version: object
     out: torch.Tensor | None = None
-    out_version: int | None = None
+    out_version: object = None
     sum: torch.Tensor | None = None
 
     def total(self, out: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def _separate_mlp(forward: types.FunctionType) -> Forward:
     @functools.wraps(forward)
     def run(self: Any, x: torch.Tensor) -> Any:
         act = _SILU if is_lfm2s else self.act_fn
-        if not _may_change(x, act) or (is_lfm2s and not hf.has_own_silu()):
+        if not _may_change(x, act) or (is_lfm2s and not hf.has_own("silu")):
             return forward(self, x)
         gate, up, down = (getattr(self, name) for name in names)
         hidden = _gated(x, act, gate, up)
@@ -139,7 +139,8 @@ def _may_change(x: torch.Tensor, act: torch.nn.Module) -> bool:
 
 def _returns_its_own(act: torch.nn.Module) -> bool:
     """Whether an activation returns a new tensor that nothing else refers to."""
-    return subclass.stock(type(act)) in hf.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
+    own = "forward" not in vars(act) and (hf.activation_name(act) is not None or hf.is_gelu_in_parts(act))
+    return own and subclass.stock(type(act)) in hf.activations() and not getattr(act, "inplace", False) and not act._forward_hooks
 
 
 def linear(forward: types.FunctionType) -> Forward:
@@ -171,7 +172,7 @@ def _linears(
 
 def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
     """Whether a decode graph is captured in which our kernel may read the weights of these layers; x's shape is not checked."""
-    if not steps.captured() or subclass.is_autocast(x) or not subclass.has_kernels(x):
+    if not steps.captured() or subclass.is_autocast(x) or not subclass.has_kernels(x) or not hf.has_own("linear"):
         return False
     for layer in layers:
         weight, bias = hf.parts_of(layer)  # no weight: one of them is computed for each call
@@ -182,7 +183,7 @@ def _runs_our_linear(x: torch.Tensor, *layers: torch.nn.Linear) -> bool:
 
 def _is_ours(layer: torch.nn.Module) -> bool:
     """Whether a linear layer is fused, and its result is the product of its whole input and the weight of `hf.parts_of`."""
-    return subclass.is_fused(layer) or subclass.is_fused_part(layer)
+    return subclass.runs_fused(layer) or subclass.is_fused_part(layer)
 
 
 def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor | None:
@@ -278,9 +279,12 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (same and b.is_contiguous())
 
 
-def _version(x: torch.Tensor) -> int | None:
-    """A number that changes with every operation that writes x; None for tensors of inference mode, which do not count them."""
-    return None if x.is_inference() else x._version
+def _version(x: torch.Tensor) -> object:
+    """A number that changes with every operation that writes x. Tensors of inference mode do not count: None if the model has
+    known code alone, which writes none, else an object that equals no other."""
+    if not x.is_inference():
+        return x._version
+    return None if merged.current() is not None else object()
 
 
 @contextlib.contextmanager

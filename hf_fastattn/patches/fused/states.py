@@ -93,7 +93,8 @@ def mixer(forward: types.FunctionType) -> Forward:
 
 def _may_run(*tensors: torch.Tensor | None) -> bool:
     found = [tensor for tensor in tensors if tensor is not None]
-    return all(map(subclass.has_kernels, found)) and not subclass.is_autocast(found[0])
+    own = hf.has_own("silu", "softplus")
+    return own and all(map(subclass.has_kernels, found)) and not subclass.is_autocast(found[0])
 
 
 def _convolution(conv: Any, x: torch.Tensor, state: torch.Tensor, activation: object, *gates: torch.Tensor) -> Ready | None:

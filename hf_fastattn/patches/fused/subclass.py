@@ -49,6 +49,23 @@ def is_fused(module: torch.nn.Module) -> bool:
     return hasattr(type(module), _MARK)
 
 
+def runs_fused(module: torch.nn.Module) -> bool:
+    """Whether the class has a fused forward(), and nobody has replaced that or the one below it since."""
+    *fused, stock = forwards_of(type(module))
+    return bool(fused) and all(ours.__wrapped__ is below for ours, below in zip(fused, [*fused[1:], stock], strict=True))
+
+
+def forwards_of(cls: type[torch.nn.Module]) -> list[Any]:
+    """The fused forwards of a class, the last first, and the one that it has without them."""
+    found = []
+    for each in cls.__mro__:
+        if "forward" in vars(each):
+            found.append(vars(each)["forward"])
+            if _MARK not in vars(each):
+                break
+    return found
+
+
 def fuses_of(cls: type[torch.nn.Module]) -> tuple[Fuse, ...]:
     """What has been fused in a class, the last first."""
     return tuple(itertools.chain(*(vars(each).get(_MARK, ()) for each in cls.__mro__)))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from ..fused import delayed
+
 _PACKAGES = frozenset({"torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "hf_fastattn"})
 _INTEGRATIONS = "transformers.integrations."  # modules that call kernels of other packages
 _ALLOWED = 2**-4  # of the norm of the logits: above the rounding of sums in another order, below the effect of a missing kernel
@@ -22,7 +24,7 @@ def needed(model: torch.nn.Module) -> bool:
 def _is_foreign(module: torch.nn.Module) -> bool:
     tensors = (*module._parameters.values(), *module._buffers.values())
     places = [type(module).__module__, *(type(tensor).__module__ for tensor in tensors if tensor is not None)]
-    if any(place.startswith(_INTEGRATIONS) for place in places):
+    if any(place.startswith(_INTEGRATIONS) for place in places) or not delayed.runs_known_code(type(module)):
         return True
     if (own := vars(module).get("forward")) is not None:
         places.append(getattr(getattr(own, "func", own), "__module__", None) or "")
