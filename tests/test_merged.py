@@ -33,7 +33,7 @@ SIZE = 96
 
 @pytest.fixture(autouse=True)
 def code_of_tests_is_known(monkeypatch):
-    monkeypatch.setattr(merged, "_CODE", (*merged._CODE, __name__))
+    monkeypatch.setattr(subclass, "_CODE", (*subclass._CODE, __name__))
 
 
 def same(a, b):

@@ -18,9 +18,7 @@ this mode, and of quantised layers whose kernels are operations of torch (bitsan
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +39,6 @@ _FROM = (
     *("torch.nn.modules.", "transformers.models.", "transformers.activations", "bitsandbytes.nn.modules"),
     "hf_fastattn.attention.linear",  # whose modules have weights alone
 )
-_CODE = (*_FROM, "torch.", "transformers.", "hf_fastattn.")  # modules of functions whose launches are seen
 _WEIGHTS = ("torchao.", "bitsandbytes.nn.modules")  # classes of tensors
 _LAUNCHERS = (torch.nn.modules.conv._ConvNd, torch.nn.RNNBase)  # in models with kernels of other packages
 _aten = torch.ops.aten
@@ -82,6 +79,7 @@ def qualifies(model: torch.nn.Module, shared: bool = False) -> bool:
     return (
         HAS_TRITON
         and any(map(subclass.is_fused, modules))
+        and subclass.run_known_code(modules)
         and all(_is_seen(each, shared) and (id(each) in ours or not isinstance(each, _LAUNCHERS)) for each in modules)
     )
 
@@ -91,7 +89,7 @@ def _is_seen(module: torch.nn.Module, shared: bool) -> bool:
 
     shared: whether it may have a forward() of tensor parallelism around that.
     """
-    if not type(module).__module__.startswith(_FROM) or not runs_known_code(type(module)):
+    if not type(module).__module__.startswith(_FROM):
         return False
     tensors = (*module._parameters.values(), *module._buffers.values())
     tensors = tuple(map(hf.local, tensors)) if shared else tensors
@@ -99,21 +97,6 @@ def _is_seen(module: torch.nn.Module, shared: bool) -> bool:
         return False
     own = "forward" in vars(module) and not (shared and subclass.runs_forward_of_ranks(module))
     return not own and getattr(module, "_compiled_call_impl", None) is None
-
-
-def runs_known_code(cls: type[torch.nn.Module]) -> bool:
-    """Whether forward() of a class, its wrappers and the functions that they call by their names are those of torch, Transformers
-    and this package: no other package has replaced one, whose kernels would not be seen."""
-    waiting = subclass.forwards_of(cls)
-    for each in waiting:
-        if not isinstance(each, types.FunctionType):
-            return False
-        name = hf.module_of(each)
-        if not name.startswith(_CODE) and name.partition(".")[0] not in sys.stdlib_module_names:
-            return False
-        found = [*hf.called(each).values()] if name.startswith("transformers.models.") else []
-        waiting += [one for one in (*found, getattr(each, "__wrapped__", each)) if one not in waiting]
-    return True
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, SupportsIndex
 
 import torch
@@ -19,6 +20,7 @@ from ...kernels import INTERPRETED
 from ...kernels.host import gpu
 
 _MARK = "_hf_fastattn_fused"
+_CODE = ("torch.", "transformers.", "hf_fastattn.", "bitsandbytes.nn.modules")  # modules of functions whose launches are seen
 
 Forward = Callable[..., Any]  # of a module's class, with the module as its first argument
 Fuse = Callable[[types.FunctionType], Forward]  # returns the fused version of one
@@ -64,6 +66,21 @@ def forwards_of(cls: type[torch.nn.Module]) -> list[Any]:
             if _MARK not in vars(each):
                 break
     return found
+
+
+def run_known_code(modules: Iterable[torch.nn.Module], packages: frozenset[str] = frozenset(sys.stdlib_module_names)) -> bool:
+    """Whether forward() of the modules' classes, its wrappers and the functions that they call by their names are those of torch,
+    Transformers and this package: no other has replaced one, whose kernels would not be seen. packages: others that may."""
+    waiting = [forward for cls in dict.fromkeys(map(type, modules)) for forward in forwards_of(cls)]
+    for each in waiting:
+        if not isinstance(each, types.FunctionType):
+            return False
+        name = hf.module_of(each)
+        if not name.startswith(_CODE) and name.partition(".")[0] not in packages:
+            return False
+        found = [*hf.called(each).values()] if name.startswith("transformers.models.") else []
+        waiting += [one for one in (*found, getattr(each, "__wrapped__", each)) if one not in waiting]
+    return True
 
 
 def fuses_of(cls: type[torch.nn.Module]) -> tuple[Fuse, ...]:

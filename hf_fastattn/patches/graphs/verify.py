@@ -7,24 +7,28 @@ it is used. Kernels of torch, Transformers' model files, PEFT, bitsandbytes and 
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
-from ..fused import delayed
+from ..fused import subclass
 
-_PACKAGES = frozenset({"torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "hf_fastattn"})
+_PACKAGES = frozenset(
+    {"torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "hf_fastattn", *sys.stdlib_module_names}
+)
 _INTEGRATIONS = "transformers.integrations."  # modules that call kernels of other packages
 _ALLOWED = 2**-4  # of the norm of the logits: above the rounding of sums in another order, below the effect of a missing kernel
 
 
 def needed(model: torch.nn.Module) -> bool:
-    """Whether a module of the model, or the class of one of its weights, is of another package."""
-    return any(map(_is_foreign, model.modules()))
+    """Whether a module of the model, the class of one of its weights, or a function that a module calls is of another package."""
+    return any(map(_is_foreign, model.modules())) or not subclass.run_known_code(model.modules(), _PACKAGES)
 
 
 def _is_foreign(module: torch.nn.Module) -> bool:
     tensors = (*module._parameters.values(), *module._buffers.values())
     places = [type(module).__module__, *(type(tensor).__module__ for tensor in tensors if tensor is not None)]
-    if any(place.startswith(_INTEGRATIONS) for place in places) or not delayed.runs_known_code(type(module)):
+    if any(place.startswith(_INTEGRATIONS) for place in places):
         return True
     if (own := vars(module).get("forward")) is not None:
         places.append(getattr(getattr(own, "func", own), "__module__", None) or "")
