@@ -21,7 +21,7 @@ from ..kernels import mixture
 from .llama import _is_same_code, activation_name, activations, has_own, parameters_of, reads
 
 STOCK_EXPERTS = ("eager", "batched_mm", "grouped_mm")  # what a model runs if no other kernel is requested
-_REGISTERED = {name: ALL_EXPERTS_FUNCTIONS[name] for name in STOCK_EXPERTS[1:]}
+_REGISTERED = {name: ALL_EXPERTS_FUNCTIONS.get(name) for name in STOCK_EXPERTS[1:]}
 Experts = Callable[..., torch.Tensor]
 _layouts: dict[tuple[object, ...], mixture.Layout | str] = {}
 
@@ -53,7 +53,7 @@ def set_experts_implementation(module: Any, name: str) -> None:
 
 def is_stock_experts(name: str) -> bool:
     """Whether this is one of STOCK_EXPERTS, and nobody has registered another function under its name."""
-    return name in STOCK_EXPERTS and (name not in _REGISTERED or ALL_EXPERTS_FUNCTIONS[name] is _REGISTERED[name])
+    return name in STOCK_EXPERTS and (name not in _REGISTERED or ALL_EXPERTS_FUNCTIONS.get(name) is _REGISTERED[name])
 
 
 def stock_experts(module: torch.nn.Module, name: str) -> Experts:
