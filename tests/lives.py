@@ -34,7 +34,7 @@ from triton.runtime.jit import JITFunction
 import hf_fastattn
 from hf_fastattn import hf
 from hf_fastattn.batch import groups
-from hf_fastattn.hf import packages
+from hf_fastattn.hf import llama, packages
 from hf_fastattn.kernels import TritonKernel
 from hf_fastattn.kernels.ahead.describe import Kernel, _plain
 from hf_fastattn.kernels.host import gpu
@@ -144,6 +144,7 @@ def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, 
         patch.setattr(forwards, "launch_bound", lambda model: recipe.most)
         for module in (torch.nn.functional, experts):
             patch.setattr(module, "linear", linear)
+        patch.setitem(llama._FUNCTIONS, "linear", linear)
         patch.setattr(groups, "SAVES", 0)  # rows share few tokens here
         patch.setattr(hf, "stock_experts", lambda module, name: lambda module, x, *rest: torch.zeros_like(x))
         model = recipe.small().to_empty(device="cpu")
