@@ -68,7 +68,7 @@ def forwards_of(cls: type[torch.nn.Module]) -> list[Any]:
     return found
 
 
-def run_known_code(modules: Iterable[torch.nn.Module], packages: frozenset[str] = frozenset(sys.stdlib_module_names)) -> bool:
+def run_known_code(modules: Iterable[torch.nn.Module], packages: frozenset[str] = frozenset()) -> bool:
     """Whether forward() of the modules' classes, its wrappers and the functions that they call by their names are those of torch,
     Transformers and this package: no other has replaced one, whose kernels would not be seen. packages: others that may."""
     waiting = [forward for cls in dict.fromkeys(map(type, modules)) for forward in forwards_of(cls)]
@@ -76,7 +76,7 @@ def run_known_code(modules: Iterable[torch.nn.Module], packages: frozenset[str] 
         if not isinstance(each, types.FunctionType):
             return False
         name = hf.module_of(each)
-        if not name.startswith(_CODE) and name.partition(".")[0] not in packages:
+        if not name.startswith(_CODE) and name.partition(".")[0] not in {*packages, *sys.stdlib_module_names}:
             return False
         found = [*hf.called(each).values()] if name.startswith("transformers.models.") else []
         waiting += [one for one in (*found, getattr(each, "__wrapped__", each)) if one not in waiting]

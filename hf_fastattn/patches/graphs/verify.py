@@ -7,15 +7,11 @@ it is used. Kernels of torch, Transformers' model files, PEFT, bitsandbytes and 
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from ..fused import subclass
 
-_PACKAGES = frozenset(
-    {"torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "hf_fastattn", *sys.stdlib_module_names}
-)
+_PACKAGES = frozenset({"torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "hf_fastattn"})
 _INTEGRATIONS = "transformers.integrations."  # modules that call kernels of other packages
 _ALLOWED = 2**-4  # of the norm of the logits: above the rounding of sums in another order, below the effect of a missing kernel
 
