@@ -112,7 +112,7 @@ def measure(subject: Subject, name: str, device: torch.device) -> dict:
                 under.warm()  # else a thread would list the kernels beside the calls
             row["patched"] = summary(life(subject, name, device, under), lengths)
             row |= {"captures": under.captures, "graph_bytes": under.graph_bytes, "reasons": [*under.reasons]}
-        free(device)
+    free(device)  # not before either second life, which begins with the memory that torch holds then
     return row
 
 

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import dis
 import enum
 import functools
 import importlib
@@ -30,10 +31,12 @@ import torch
 from models import OPT, prompts, tiny
 from torch import nn
 from transformers import LlamaConfig
+from transformers.generation import utils
 
 import hf_fastattn
 from hf_fastattn import hf
-from hf_fastattn.patches.graphs import state
+from hf_fastattn.hf import packages
+from hf_fastattn.patches.graphs import path, state
 from hf_fastattn.patches.graphs.state import Uncapturable, read
 
 BY = 1.0  # read by code below
@@ -315,6 +318,64 @@ def test_whose_code_is_trusted(monkeypatch, tmp_path):
     module.__file__ = str(tmp_path / "sched.py")
     monkeypatch.setitem(sys.modules, "sched", module)
     assert not hf.is_trusted("sched") and hf.is_trusted("queue") and hf.is_of_python("queue")
+
+
+def test_the_names_in_code_are_those_that_dis_finds():
+    many = "def many():\n    import os.path\n    from ..x import y\n" + "".join(f"    name{i} = own{i}\n" for i in range(600))
+    codes, found = [compile(many, "many", "exec")], []
+    codes += [each.__code__ for file in (torch.nn.functional, torch.nn.modules.module, utils, path) for each in functions(file)]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        steps = [*dis.get_instructions(code)]
+        assert path._globals_in(code) == {each.argval for each in steps if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        found += path._imports_in(code)
+    assert {(0, "os.path"), (2, "x")} <= {*found}
+
+
+def functions(file):
+    return [each for each in vars(file).values() if isinstance(each, types.FunctionType)]
+
+
+CODE = """
+import helper
+SCALE = 1.0
+def first(): return SCALE
+def second(): return helper.by(first())
+def other(): return second
+"""
+
+
+def test_a_later_rehearsal_adds_the_code_that_it_runs_first(monkeypatch):
+    """Where it runs no other, the places of names are not looked up again; what has changed since is found in both cases."""
+    helper, file = types.ModuleType("helper"), types.ModuleType("file_of_a_package")
+    exec("def by(x): return x", vars(helper))
+    monkeypatch.setitem(sys.modules, "helper", helper)
+    exec(CODE, vars(file))
+    monkeypatch.setattr(packages, "PACKAGES", packages.PACKAGES | {"helper", "file_of_a_package", __name__})
+    model, known, looked_up = tiny("llama"), path.Path(), []
+    collect = path.Path._collect
+    monkeypatch.setattr(path.Path, "_collect", lambda self, model: looked_up.append(1) or collect(self, model))
+
+    def rehearse(name):
+        with known.recorded(model) as own:
+            getattr(file, name)()
+        assert not own
+        return known.now(), len(looked_up)
+
+    assert (rehearse("first"), rehearse("first"), rehearse("second")) == ((0, 1), (0, 1), (0, 2))
+    monkeypatch.setattr(helper, "by", lambda x: 2 * x)
+    assert known.now() == 1  # and all is forgotten
+    assert (rehearse("second"), rehearse("first")) == ((1, 3), (1, 3))
+    file.SCALE = 2.0
+    assert rehearse("first") == (1, 4)  # found at once, as before the rehearsal
+    file.SCALE = 3.0
+    assert known.now() == 2
+    rehearse("first")
+    model.model.norm = nn.Identity()  # of a class that no rehearsal has met
+    assert rehearse("first") == (2, 6)
+    del file.SCALE
+    assert known.now() == 3
 
 
 @pytest.mark.parametrize("name", ["model.layers.0", "model.layers.0.mlp", "lm_head"])

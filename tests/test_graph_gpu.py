@@ -14,6 +14,7 @@ from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 
 import hf_fastattn
 from hf_fastattn.caches import layers
+from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.graphs import cuda_graph
 
@@ -237,6 +238,26 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
         for _ in range(2):
             assert torch.equal(generate(llama, inputs), expected)
         assert patch.captures in (1, 2)  # of prompts too, if there is time after a reply
+
+
+def test_a_kernel_is_loaded_while_a_graph_is_captured():
+    """Its first launch of a process may be that of a graph that is captured without a rehearsal."""
+    x, weight = (torch.randn(*shape, 2976, device="cuda", dtype=torch.bfloat16) for shape in ((3,), ()))  # a width of no other test
+    graph, out = cuda_graph.CudaGraph(x.device, {}), []
+    graph.capture(lambda: out.append(rms_norm.run(x, weight, None, 1e-5)))
+    graph.replay()
+    assert torch.equal(out[0], rms_norm.run(x, weight, None, 1e-5))
+
+
+def test_a_capture_keeps_the_memory_that_torch_holds(monkeypatch):
+    """Without it the next forward from Python waits until the driver has given it all of its memory again."""
+    held = torch.empty(1 << 28, device="cuda", dtype=torch.uint8)
+    del held
+    for short, kept in ((0, True), (1 << 60, False)):
+        monkeypatch.setattr(cuda_graph, "SHORT", short)
+        before = torch.cuda.memory_reserved()
+        cuda_graph.CudaGraph(torch.device("cuda", 0), {}).capture(lambda: torch.zeros(4, device="cuda"))
+        assert (torch.cuda.memory_reserved() >= before) == kept
 
 
 def test_undo_frees_the_memory(llama):

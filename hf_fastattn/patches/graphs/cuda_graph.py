@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, TextIO, TypeVar
 import torch
 
 T = TypeVar("T")
+SHORT = 4 << 30  # bytes of free memory, below which a capture first frees what torch keeps for later tensors
 
 
 class Graph(Protocol):
@@ -88,17 +89,22 @@ class CudaGraph:
                 # cuBLAS has a workspace for each stream. torch.compile clears the workspaces, which would free one that this
                 # graph uses. So the graph allocates its own in its memory pool.
                 torch._C._cuda_clearCublasWorkspaces()
-                with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                    result = body()
+                torch.cuda.synchronize(self.device)
+                # torch.cuda.graph always does, and the next forward from Python would wait for all of its memory.
+                if torch.cuda.mem_get_info(self.device)[0] < SHORT:
+                    torch.cuda.empty_cache()
+                with torch.cuda.stream(stream):
+                    self.graph.capture_begin(pool, capture_error_mode="thread_local")
+                    try:
+                        result = body()
+                    finally:
+                        self.graph.capture_end()
                 torch._C._cuda_clearCublasWorkspaces()
                 living.add(self)
                 its = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool)]
                 self.shared["bytes"] = sum(each["total_size"] for each in its)
                 return result
             except BaseException:
-                # If a capture fails to end, torch.cuda.graph leaves its stream current. Work on it would not be ordered with the
-                # rest, and tokens would be wrong.
-                torch.cuda.set_stream(outer)
                 del self.shared["pool"], self.shared["bytes"], self.shared["graphs"], self._captured_on[self.device]
                 # A failed capture leaves torch's random number generator in capture mode; a successful capture resets it.
                 with contextlib.suppress(RuntimeError), torch.cuda.stream(outer), torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -38,7 +38,8 @@ class Path:
 
     def __init__(self) -> None:
         self.version = 0
-        self._codes: set[types.CodeType] = set()
+        self._codes: dict[types.CodeType, set[int]] = {}  # with the ids of the globals of the functions that had it
+        self._grown = False  # whether some of it was noted after the places where it looks names up were found
         self._files: dict[int, tuple[dict[str, Any], set[str], set[str]]] = {}  # by id: globals, names in them, and attributes
         self._imports: set[tuple[int, str, str | None]] = set()  # of modules within functions
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of names that a file or a module within it has
@@ -65,20 +66,26 @@ class Path:
                 gc.enable()
             for values, name, value in hidden:
                 values[name] = value
-            self._collect(model)
+            kinds = {type(module) for module in model.modules()}
+            if self._grown or not kinds.issubset(self._classes) or not self._is_same():
+                self._collect(model)
 
     def _ran(self, code: types.CodeType, frame: types.FrameType, own: list[str]) -> None:
-        name = frame.f_globals.get("__name__")
+        file = frame.f_globals
+        if id(file) in self._codes.get(code, ()):  # most of the code of a later rehearsal
+            return
+        name = file.get("__name__")
         if not hf.is_trusted(name) and not _is_generated(name, frame.f_back):
             own.append(f"{code.co_qualname}() of {name or 'generated code, as of torch.compile'}")
             return
         if name == __name__ or hf.is_of_python(name):  # whose files hold what it counts (the filters of warnings)
             return
-        self._codes.add(code)
-        _, names, attributes = self._files.setdefault(id(frame.f_globals), (frame.f_globals, set(), set()))
+        self._grown = True
+        self._codes.setdefault(code, set()).add(id(file))
+        _, names, attributes = self._files.setdefault(id(file), (file, set(), set()))
         names.update(_globals_in(code))
         attributes.update(code.co_names)
-        self._imports.update((level, module, frame.f_globals.get("__package__")) for level, module in _imports_in(code))
+        self._imports.update((level, module, file.get("__package__")) for level, module in _imports_in(code))
 
     def _collect(self, model: torch.nn.Module) -> None:
         """Find the places where the code looks its names up."""
@@ -108,7 +115,7 @@ class Path:
                 self._follow(value)
             if names := vars(cls).keys() - _REPLACED:
                 self._getters.append((all_of(names), vars(cls)))
-        self._found = [*self._now()]
+        self._found, self._grown = [*self._now()], False
 
     def _look_up(
         self, places: dict[int, tuple[dict[str, Any], set[str]]], file: dict[str, Any], names: set[str], attributes: set[str],
@@ -136,12 +143,7 @@ class Path:
 
     def now(self) -> int:
         """The present version."""
-        try:
-            # A list would take milliseconds where memory that it allocates is returned to the system.
-            same = all(map(is_, self._now(), self._found))
-        except KeyError:  # a name was deleted
-            same = False
-        if not same or self._has_more():
+        if not self._is_same():
             self.version += 1
             self._codes.clear()
             self._files.clear()
@@ -149,6 +151,14 @@ class Path:
             self._getters, self._missing, self._classes, self._members = [], [], [], []
             self._functions, self._cells, self._found = {}, [], [_END]
         return self.version
+
+    def _is_same(self) -> bool:
+        """Whether the code would find the same objects as before."""
+        try:
+            # A list would take milliseconds where memory that it allocates is returned to the system.
+            return all(map(is_, self._now(), self._found)) and not self._has_more()
+        except KeyError:  # a name was deleted
+            return False
 
     def _has_more(self) -> bool:
         """Whether a file or a class has another name that the code looks up."""
@@ -239,14 +249,24 @@ def _is_generated(name: object, caller: types.FrameType | None) -> bool:
     return isinstance(name, str) and name.startswith(_GENERATED)
 
 
-@functools.lru_cache(4096)
-def _imports_in(code: types.CodeType) -> frozenset[tuple[int, str]]:
-    """(level, name) of the modules from which code imports."""
-    found = [*dis.get_instructions(code)]  # the level is loaded two instructions before
-    return frozenset((found[i - 2].argval or 0, each.argval) for i, each in enumerate(found) if each.opname == "IMPORT_NAME")
+# dis describes each instruction in full, which took 0.2 s of a first call.
+_LOADS = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}  # and the bits below the number of the name
 
 
-@functools.lru_cache(4096)
-def _globals_in(code: types.CodeType) -> frozenset[str]:
+def _globals_in(code: types.CodeType) -> set[str]:
     """The names that code looks up in its file."""
-    return frozenset(each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    found, high = set(), 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        number = high | low
+        high = number << 8 if op == dis.EXTENDED_ARG else 0
+        if op in _LOADS:
+            found.add(code.co_names[number >> _LOADS[op]])
+    return found
+
+
+def _imports_in(code: types.CodeType) -> set[tuple[int, str]]:
+    """(level, name) of the modules from which code imports."""
+    if dis.opmap["IMPORT_NAME"] not in code.co_code[::2]:
+        return set()
+    found = [*dis.get_instructions(code)]  # the level is loaded two instructions before
+    return {(found[i - 2].argval or 0, each.argval) for i, each in enumerate(found) if each.opname == "IMPORT_NAME"}
