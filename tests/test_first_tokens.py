@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import fake_graph
 import pytest
 import torch
-from models import VOCAB, prompts, tiny
+from models import VOCAB, family, prompts, tiny
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -292,6 +292,16 @@ def test_warm_captures_all_sizes(llama, monkeypatch):
         captures = patch.captures
         ask(llama, 12)
         assert patch.captures == captures and patch.replays > 0
+
+
+def test_a_capture_after_a_reply_needs_no_larger_buffers(monkeypatch):
+    """Also of a model with sliding and full layers: other buffers would end the graphs that were captured before it."""
+    monkeypatch.setattr(policy, "FIRST", 100.0)
+    model = family("qwen2", "cpu")
+    with hf_fastattn.patch(model) as patch:
+        for tokens in (128, 70, 90):
+            model.generate(**prompts("holes", "cpu", rows=2, length=tokens), max_new_tokens=24, do_sample=False)
+            assert (sizes(patch), patch.captures) == ({1, 128}, 2)
 
 
 def test_captures_after_a_reply_take_a_part_of_its_time(llama):

@@ -242,7 +242,8 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
 
 def test_a_kernel_is_loaded_while_a_graph_is_captured():
     """Its first launch of a process may be that of a graph that is captured without a rehearsal."""
-    x, weight = (torch.randn(*shape, 2976, device="cuda", dtype=torch.bfloat16) for shape in ((3,), ()))  # a width of no other test
+    width = 2976  # of no other test
+    x, weight = (torch.randn(*shape, width, device="cuda", dtype=torch.bfloat16) for shape in ((3,), ()))
     graph, out = cuda_graph.CudaGraph(x.device, {}), []
     graph.capture(lambda: out.append(rms_norm.run(x, weight, None, 1e-5)))
     graph.replay()

@@ -110,10 +110,12 @@ def test_any_order_of_operations_has_the_same_results(dtype):
                 alone = execute(steps, model, x)
             with Launches() as launches, merged.merged(model):
                 together = execute(steps, model, x)
+            with merged.merged(model):  # alone, it does not see all operations (`launch.unseen`)
+                unseen = execute(steps, model, x)
         merges += launches.count["residual_kernel"]
         saved += separate.count - launches.count
-        for a, b in zip(together, alone, strict=True):
-            assert a.shape == b.shape and same(a, b), steps
+        for a, b, c in zip(together, alone, unseen, strict=True):
+            assert a.shape == b.shape == c.shape and same(a, b) and same(c, b), steps
     assert merges > 12
     assert (saved["relu"] > 3) == (dtype != torch.float32)  # our linear layers are of 16 bits
 
@@ -133,6 +135,16 @@ def test_a_chain_is_one_launch_and_all_its_results_are_stored():
         ours.append(model[1](ours[-1]))
     assert launches.count == {"residual_kernel": 1}
     assert all(map(same, ours, [before, scaled, first, second, model[1](second)]))
+
+
+def test_what_operations_that_are_not_seen_read_is_computed_before_them():
+    model, x = fused_norms(torch.float16), torch.randn(1, 3, SIZE, device=DEVICE).half()
+    expected = model[0](x) + 1
+    with merged.merged(model):
+        out = model[0](x)
+        with launch.unseen(out):
+            ours = out + 1
+    assert same(ours, expected)
 
 
 # Launches that a step of two layers saves: one for each addition behind or ahead of a norm, and for each product with a number.

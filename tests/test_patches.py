@@ -724,25 +724,38 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
 
 
 def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
-    """Also if a graph of another pool still exists, from before a failed capture. Its stream does not stay current."""
-    pools, failing, current = [], [], []
+    """Also if a graph of another pool still exists, from before a failed capture. Its stream does not stay current, and torch
+    gives memory that it keeps back only if there is little else."""
+    pools, failing, streams, emptied, free = [], [], [], [], [1 << 40]
+
+    class Graph:
+        def capture_begin(self, pool=None, **_):
+            pools.append(pool)
+
+        def capture_end(self):
+            if failing:
+                raise RuntimeError(failing.pop())
 
     @contextlib.contextmanager
-    def record(graph, pool=None, **_):
-        yield pools.append(pool)
-        if failing:
-            raise RuntimeError(failing.pop())
+    def on(stream):
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.remove(stream)
 
     handles = ((0, n) for n in range(99))
-    for name, fake in {"CUDAGraph": object, "graph_pool_handle": lambda: next(handles), "graph": record}.items():
+    for name, fake in {"CUDAGraph": Graph, "graph_pool_handle": lambda: next(handles), "stream": on}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
+    for name, fake in {"synchronize": lambda _: None, "empty_cache": lambda: emptied.append(len(pools))}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 1 << 40))
     for name in ("device", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda _: pools.append(None) or contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
     segments = lambda: [{"segment_pool_id": pool, "total_size": 10} for pool in pools if pool is not None]  # noqa: E731
     monkeypatch.setattr(torch.cuda, "memory_snapshot", segments)
-    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(graphs.CudaGraph, "_captured_on", {})
@@ -755,15 +768,16 @@ def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
 
     first = capture()
     second = capture()
-    assert shared["bytes"] == 20
+    assert shared["bytes"] == 20 and not emptied
     failing.append("a capture that fails")
     with pytest.raises(RuntimeError, match="fails"):
         capture()
-    assert current == ["the caller's"]
+    assert not streams and pools[-1] is None  # the next one ends the state of the failed one
+    free[0] = 1 << 30
     third = capture()
     del third
     fourth = capture()
-    assert shared["bytes"] == 10
+    assert shared["bytes"] == 10 and emptied == [4, 5]
     assert [pool[1] for pool in pools if pool is not None] == [0, 0, 0, 1, 2]
     del first, second, fourth
 

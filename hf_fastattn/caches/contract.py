@@ -85,6 +85,11 @@ class Storage:
         return self.seen > 0
 
     @property
+    def unused(self) -> int:
+        """How many tokens can be added without larger buffers."""
+        return self.capacity - self.seen
+
+    @property
     def real_tokens(self) -> torch.Tensor | None:
         """Number of tokens of each row that are no padding, int64 (1,) on the device, which sync() writes; None without
         `skips_padding`."""

@@ -82,6 +82,10 @@ class PreallocatedStorage(Storage):
         return sum(track.capacity for track in self.tracks)
 
     @property
+    def unused(self) -> int:
+        return min(track.capacity - self.seen if track.capacity < track.limit else SLACK for track in self.tracks)
+
+    @property
     def keeps_all(self) -> bool:
         return all(track.kind.window is None for track in self.tracks)
 

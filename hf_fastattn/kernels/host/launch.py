@@ -20,7 +20,8 @@ MAX_GRID = 65535  # programs in the second and in the third dimension of a launc
 
 
 class _Thread(threading.local):
-    before: Callable[[tuple[torch.Tensor | None, ...]], None] | None = None  # called before each launch with its tensors
+    before: Callable[[tuple[Any, ...]], None] | None = None  # called before each launch with its tensors
+    watched: bool = False  # whether a mode of this package, and no other, sees all operations of torch; it has set `before`
     describe: Callable[[Any, tuple[Any, ...], dict[str, Any]], object] | None = None  # called with a kernel and its arguments,
     # instead of its launch, while tensors without memory stand for those of a GPU (`gpu.thread`)
 
@@ -31,6 +32,16 @@ compiling: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], AbstractContext
 Tensors = TypeVar("Tensors", bound=tuple[torch.Tensor | None, ...])
 Options = TypeVarTuple("Options")
 Made = TypeVar("Made")
+
+
+def unseen(*tensors: object) -> AbstractContextManager[object]:
+    """A context for operations of torch that read these tensors alone, or none, as allocations do. The mode that watches the
+    operations of a decode graph does not see them, which takes some 8 us for each."""
+    if not thread.watched:
+        return nullcontext()
+    if tensors and thread.before is not None:
+        thread.before(tensors)
+    return torch._C._DisableTorchDispatch()
 
 
 def warps_of(elements: int) -> int:

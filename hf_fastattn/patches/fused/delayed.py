@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
 from ... import hf
@@ -107,13 +107,13 @@ def apart() -> Iterator[None]:
         yield
         return
     mode.flush()
-    outer = launch.thread.before, mode.append.thread.instead
+    outer = launch.thread.before, launch.thread.watched, mode.append.thread.instead
     launch.thread.before = mode.append.thread.instead = _thread.mode = None
-    mode.delays = False
+    launch.thread.watched = mode.delays = False
     try:
         yield
     finally:
-        launch.thread.before, mode.append.thread.instead = outer
+        launch.thread.before, launch.thread.watched, mode.append.thread.instead = outer
         _thread.mode, mode.delays = mode, True
 
 
@@ -129,10 +129,6 @@ def current() -> _Delayed | None:
     return _thread.mode
 
 
-def _storage(x: torch.Tensor) -> int:
-    return gpu.storage_of(x)
-
-
 def _is_plain(x: torch.Tensor) -> bool:
     return type(x) in (torch.Tensor, torch.nn.Parameter)
 
@@ -142,7 +138,7 @@ def _is_norm(chain: Any) -> bool:
     return chain is not None and chain.before is not None and chain.peers is None and chain.scaled is None and not chain.sums
 
 
-class _Delayed(TorchDispatchMode):
+class _Delayed(_python_dispatch.TorchDispatchMode):
     """Delays additions, products with a number, norms, rotations, linear layers and the choice of experts."""
 
     def __init__(self) -> None:
@@ -159,13 +155,14 @@ class _Delayed(TorchDispatchMode):
         self.layers: linear.Layers | route.Choice | None = None  # then there is no rotation, and no chain that they read
 
     def __enter__(self) -> _Delayed:
-        self.outer = launch.thread.before, self.append.thread.instead, _thread.mode
+        self.outer = launch.thread.before, launch.thread.watched, self.append.thread.instead, _thread.mode
         launch.thread.before, self.append.thread.instead, _thread.mode = self._before, self._append, self
+        launch.thread.watched = not _python_dispatch._get_current_dispatch_mode_stack()  # other modes see all operations
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        launch.thread.before, self.append.thread.instead, _thread.mode = self.outer
+        launch.thread.before, launch.thread.watched, self.append.thread.instead, _thread.mode = self.outer
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -208,7 +205,9 @@ class _Delayed(TorchDispatchMode):
 
     def _gated(self, a: torch.Tensor, b: object) -> torch.Tensor | None:
         """The product with the delayed sigmoid, which has an element for each one or each row; None if neither is it."""
-        if self.sigmoid is None or not isinstance(b, torch.Tensor) or not subclass.has_kernels(b) or _storage(a) == _storage(b):
+        if self.sigmoid is None or not isinstance(b, torch.Tensor) or not subclass.has_kernels(b):
+            return None
+        if gpu.storage_of(a) == gpu.storage_of(b):
             return None
         gate, x = self.sigmoid[1], b if a is self.sigmoid[1] else a
         fits = gate.shape in (x.shape, (*x.shape[:-1], 1)) and (gate.dtype, gate.device) == (x.dtype, x.device)
@@ -221,7 +220,8 @@ class _Delayed(TorchDispatchMode):
     def linears(self, x: torch.Tensor, weights: linear.Tensors, biases: linear.Tensors = ()) -> linear.Tensors | None:
         """linear.linears, delayed."""
         self._before((x,))
-        self.layers = layers = self.linear.prepared(x, weights, biases)
+        with launch.unseen():
+            self.layers = layers = self.linear.prepared(x, weights, biases)
         return None if layers is None else layers.outs
 
     def _with_layers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -328,14 +328,16 @@ class _Delayed(TorchDispatchMode):
                 self.first, self.chain = chains
         if delayed is None:
             self.flush()
-            delayed = rope.rotation(q, k, cos, sin, rotation)
+            with launch.unseen():
+                delayed = rope.rotation(q, k, cos, sin, rotation)
         self.rotation = delayed
         return None if delayed is None else delayed.out
 
     def _empty_like(self, x: torch.Tensor) -> torch.Tensor:
         """An allocation, for which nothing that is delayed has to run."""
         delayed, (self.first, self.chain) = (self.first, self.chain), (None, None)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        with launch.unseen():
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
         self.first, self.chain = delayed
         return out
 
@@ -354,7 +356,7 @@ class _Delayed(TorchDispatchMode):
                 summed = chain.x if chain.peers is not None else None
                 outs += [summed, chain.before and chain.before.out, chain.gate and chain.gate[1], chain.scaled]
                 outs += [out for _, out in chain.sums]
-        return any(out is not None and _storage(out) == _storage(x) for out in outs)
+        return any(out is not None and gpu.storage_of(out) == gpu.storage_of(x) for out in outs)
 
     def _append(self, kv: KV, k: torch.Tensor, v: torch.Tensor, slot: torch.Tensor, live: torch.Tensor | None) -> bool:
         """append.append in the launch of the delayed rotation; False if k is not its result or each token has its own slot."""
@@ -369,9 +371,9 @@ class _Delayed(TorchDispatchMode):
         """Before an operation on these tensors. Norms of heads wait for the rotation, beyond operations on other tensors."""
         self._launch_layers()
         chains = [chain for chain in (self.first, self.chain) if chain is not None]
-        ours = {_storage(t) for chain in chains for t in (chain.x, chain.out)}
+        ours = {gpu.storage_of(t) for chain in chains for t in (chain.x, chain.out)}
         apart = all(_is_norm(chain) and chain.x.dim() == 4 for chain in chains)
-        apart = apart and all(_is_plain(t) and _storage(t) not in ours for t in tensors if isinstance(t, torch.Tensor))
+        apart = apart and all(_is_plain(t) and gpu.storage_of(t) not in ours for t in tensors if isinstance(t, torch.Tensor))
         if self.rotation is not None or self.sigmoid is not None or (chains and not apart):
             self.flush()
 

@@ -26,7 +26,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ... import hf
 from ...attention import step as steps
 from ...kernels import checks, mixture
-from ...kernels.host import gpu
+from ...kernels.host import gpu, launch
 from . import delayed as merged
 from . import subclass
 from .subclass import Forward
@@ -155,6 +155,9 @@ def linear(forward: types.FunctionType) -> Forward:
                 weight, bias = hf.parts_of(self)
                 outs = _linears(input, (weight,), () if bias is None else (bias,))
                 out = None if outs is None else outs[0]
+                if out is None and weight is self.weight and bias is self.bias and "forward" not in vars(self):
+                    with launch.unseen(input):
+                        return forward(self, input)
         return forward(self, input) if out is None else out
 
     return layer
@@ -206,7 +209,8 @@ def _gated(x: torch.Tensor, act: torch.nn.Module, *layers: Any) -> torch.Tensor 
         return None
     weights = [hf.parts_of(layer)[0] for layer in layers]
     gate, up = weights if len(layers) == 2 else weights[0].chunk(2)
-    return kernel.gated_linear(x, gate, up, name)
+    with launch.unseen(x):
+        return kernel.gated_linear(x, gate, up, name)
 
 
 def join(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -270,7 +274,8 @@ def projected(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     if given is None or not _is_same(given.x, x) or given.version != _version(x):
         return None
     out = given.results.pop(id(layer), None)
-    return None if out is None else out.view(*x.shape[:-1], -1)
+    with launch.unseen():
+        return None if out is None else out.view(*x.shape[:-1], -1)
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -307,7 +312,8 @@ def _linear_and_sum(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor | N
         return None
     if "forward" in vars(layer):  # its result on this rank is not all of it
         return None
-    results = kernel.linear_and_sum(x, layer.weight, layer.bias, added.residual)
+    with launch.unseen(x, added.residual):
+        results = kernel.linear_and_sum(x, layer.weight, layer.bias, added.residual)
     if results is None:
         return None
     added.out, added.sum = results
