@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from . import decode, paper, prefill, queries, training
+from . import decode, pages, paper, prefill, queries, training
 from .results import Results, add_options, command, conditions, find_device, need_gpu, progress
 from .shapes import DTYPE, Shape
 from .timing import METHOD
@@ -51,6 +51,7 @@ PARTS = {
     "queries_portable": Part(partial(queries.queries_row, portable=True), queries.QUERIES, queries.queries_summary),
     "prefill": Part(prefill.prefill_row, prefill.PREFILL_SHAPES, prefill.prefill_summary, "tflops"),
     "widths": Part(prefill.prefill_row, prefill.WIDTH_SHAPES, prefill.widths_summary, "tflops"),
+    "pages": Part(pages.pages_row, pages.PAGES, pages.pages_summary),
     "window": Part(prefill.window_row, prefill.WINDOWED, prefill.window_summary),
     **{
         name: Part(training.trained_row, cases, training.trained_summary, method=training.METHOD, dtype=cases[0].dtype)

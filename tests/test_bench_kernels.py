@@ -47,6 +47,7 @@ SMALL = {
     "sweep": [Shape(1, 4, 4, 64, 96)],
     "prefill": [Shape(1, 4, 2, 16, 80, 80, causal) for causal in (True, False)],
     "widths": [Shape(1, 4, 2, 24, 80, 80, True, 16), Shape(1, 4, 2, 16, 80, 80)],
+    "pages": [Shape(2, 4, 2, 16, 256), Shape(1, 4, 2, 16, 256, 32)],
     "window": [
         prefill.Windowed(phase, Shape(1, 4, 2, 16, length, length if phase == "prefill" else 1), window)
         for phase in ("prefill", "decode")
@@ -78,6 +79,7 @@ OURS = {  # what each part times at least, beside split_kv
     "paper_ranks": "fa2, split_kv, lean",
     "sweep": "lean, 64 x 2",
     "window": "ours",
+    "pages": "plain, pages of 16, pages of 64, pages of 256",
     **dict.fromkeys(("prefill", "widths"), "ours, portable"),
     **dict.fromkeys(("queries", "queries_portable"), "fa2, lean"),
     "training": "ours, ours_portable, sdpa_flash",
@@ -421,7 +423,7 @@ def test_a_document_without_marks_is_refused_and_the_command_reproduces_the_figu
 
 
 # ---- what is timed ----
-@pytest.mark.parametrize("part", ["decode", "speculation", "paper", "prefill", "widths", "window"])
+@pytest.mark.parametrize("part", ["decode", "speculation", "paper", "prefill", "widths", "window", "pages"])
 def test_inputs_of_a_round_are_larger_than_l2(monkeypatch, part):
     monkeypatch.undo()
     for shape in kernels.PARTS[part].shapes:

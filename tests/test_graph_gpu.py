@@ -14,7 +14,6 @@ from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 
 import hf_fastattn
 from hf_fastattn.caches import layers
-from hf_fastattn.kernels.decode import rms_norm
 from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.graphs import cuda_graph
 
@@ -238,16 +237,6 @@ def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypa
         for _ in range(2):
             assert torch.equal(generate(llama, inputs), expected)
         assert patch.captures in (1, 2)  # of prompts too, if there is time after a reply
-
-
-def test_a_kernel_is_loaded_while_a_graph_is_captured():
-    """Its first launch of a process may be that of a graph that is captured without a rehearsal."""
-    width = 2976  # of no other test
-    x, weight = (torch.randn(*shape, width, device="cuda", dtype=torch.bfloat16) for shape in ((3,), ()))
-    graph, out = cuda_graph.CudaGraph(x.device, {}), []
-    graph.capture(lambda: out.append(rms_norm.run(x, weight, None, 1e-5)))
-    graph.replay()
-    assert torch.equal(out[0], rms_norm.run(x, weight, None, 1e-5))
 
 
 def test_a_capture_keeps_the_memory_that_torch_holds(monkeypatch):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -15,7 +14,6 @@ from . import gpu
 
 driver: Any = None  # Triton's, which is imported with the first kernel
 knobs: Any = None
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver
 MAX_GRID = 65535  # programs in the second and in the third dimension of a launch
 
 
@@ -134,22 +132,8 @@ def start(kernel: Any, grid: tuple[int, ...], /, *args: Any, **named: Any) -> An
         thread.describe(kernel, args, named)
         return None
     first = getattr(args[0], "base", args[0])  # of a descriptor
-    with torch.cuda.device_of(first), compiling[0](kernel, args, named) if compiling else nullcontext(), _may_load(first):
+    with torch.cuda.device_of(first), compiling[0](kernel, args, named) if compiling else nullcontext():
         return kernel[grid](*args, **named)
-
-
-@contextmanager
-def _may_load(first: torch.Tensor) -> Iterator[None]:
-    """A context in which the driver also loads a kernel while this thread captures a graph, as torch allocates memory then."""
-    if not (first.is_cuda and torch.cuda.is_current_stream_capturing()):
-        yield
-        return
-    cuda, mode = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(_RELAXED)
-    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # mode is now the one before
-    try:
-        yield
-    finally:
-        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 _importing = threading.Lock()

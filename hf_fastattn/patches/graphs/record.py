@@ -97,7 +97,7 @@ class Recorder:
         except Uncapturable as error:
             if "no memory" in str(error):
                 raise
-            # It may hold for this number of tokens alone.
+            # It may hold for this number of tokens alone, or the driver loads no kernel during a capture.
             self.graphs.captures_at_once = False
             return None
 
