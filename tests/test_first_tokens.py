@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from unittest.mock import Mock
 
@@ -58,6 +59,8 @@ SIZES = [  # model, tokens, past, graphs, how often it came, largest size: the s
     ("1b", 513, 0, (1024,), 3, 2048, 640),  # a nearer one, as it comes often
     ("8b", 513, 0, (), 0, 896, 640),  # more than from Python
     ("8b", 513, 0, (1024,), 0, 896, 640),
+    *(("1b", 513, 0, (), 0, 640, 640), ("1b", 300, 0, (), 0, 384, 384)),  # buffers of so many tokens
+    ("8b", 513, 0, (), 0, 768, 640),  # whose padding costs more than from Python
     *(("8b", 900, 0, (), 0, 896, None), ("1b", 2049, 0, (), 0, 2048, None), ("1b", 5, 0, (128,), policy.NEVER, 2048, None)),
 ]
 LATER = [  # of 5 tokens, if the graph is captured after the reply
@@ -292,6 +295,20 @@ def test_warm_captures_all_sizes(llama, monkeypatch):
         captures = patch.captures
         ask(llama, 12)
         assert patch.captures == captures and patch.replays > 0
+
+
+def test_equal_prompts_in_small_buffers_wait_for_no_capture(llama, monkeypatch):
+    """They are too small for the standard size, which was wanted and not captured, until the fourth prompt waited for another."""
+    monkeypatch.setattr(policy, "FIRST", 100.0)
+    monkeypatch.setattr(policy, "SIZES", (1, 128, 1024))
+    with hf_fastattn.patch(llama) as patch:
+        cache, before = PreallocatedCache(llama, capacity=512), []
+        for _ in range(5):
+            before.append((patch.captures, patch.replays))
+            cache.reset()
+            ask(llama, 300, past_key_values=cache)
+        assert sizes(patch) == {1, 512} and [captures for captures, _ in before] == [0, 2, 2, 2, 2]
+        assert all(after[1] - last[1] == 4 for last, after in itertools.pairwise(before[1:]))  # of the prompt and three tokens
 
 
 def test_a_capture_after_a_reply_needs_no_larger_buffers(monkeypatch):

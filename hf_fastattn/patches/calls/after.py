@@ -11,7 +11,7 @@ from ... import hf
 from ...caches.contract import Storage
 from ..graphs import policy
 from ..graphs.entry import KEEP, PADDED, Inputs, unpaddable
-from ..graphs.policy import NEVER, SIZES, most_tokens, nearest
+from ..graphs.policy import NEVER, SIZES, most_of_prompt
 from ..graphs.undo import Mark, undo
 from .forwards import Forwards
 
@@ -64,7 +64,7 @@ def _sizes(forwards: Forwards) -> tuple[int, ...]:
         return ()
     masked = storage is not forwards.unmasked and given.get("attention_mask") is not None
     there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
-    most = min(most_tokens(storage, rows, forwards.most), nearest(min(storage.capacity, policy.NEAREST[-1])))
+    most = most_of_prompt(storage, rows, forwards.most)
     asked = graphs.asked[storage]
     chosen = {size for size in (SIZES if graphs.everything else forwards.wanted) if asked.get(size, 0) >= 0}
     return tuple(policy.wanted(forwards.cost.over(storage), rows, seen, chosen, there, most))

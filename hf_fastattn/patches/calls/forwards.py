@@ -23,7 +23,7 @@ from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
 from ..graphs.entry import KEEP, Entry, Inputs, grows, unpaddable
 from ..graphs.graphs import DecodeGraphs, why_not_read
-from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_tokens, nearest, several, tokens_in
+from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_of_prompt, most_tokens, nearest, several, tokens_in
 from ..graphs.present import Present
 from ..graphs.record import Recorder
 from ..graphs.state import Uncapturable
@@ -139,7 +139,7 @@ class Forwards:
         elif not storage.looks_ahead:
             masked = storage is not self.unmasked and given.get("attention_mask") is not None
             there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
-            most, before = most_tokens(storage, rows, self.most), asked.get(nearest(tokens), 0)
+            most, before = most_of_prompt(storage, rows, self.most), asked.get(nearest(tokens), 0)
             asked[nearest(tokens)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
             options["later"] = storage is self.storage and graphs.budget > graphs.seconds and self.captures_later()

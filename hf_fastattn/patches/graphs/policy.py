@@ -51,6 +51,11 @@ def most_tokens(storage: Storage, rows: int, most: int = MOST) -> int:
     return max(size for size in NEAREST if size <= found)
 
 
+def most_of_prompt(storage: Storage, rows: int, most: int) -> int:
+    """The same for a prompt: no more than fit into the buffers as they are, whose graphs end with them."""
+    return min(most_tokens(storage, rows, most), nearest(max(1, min(storage.capacity, NEAREST[-1]))))
+
+
 def tokens_in(cache: StoredCache) -> int:
     """Number of tokens whose K and V are on the device."""
     storage = cache.storage
@@ -158,7 +163,7 @@ def choose(
     """How a prompt of so many tokens of each row is read, behind `past` others.
 
     graphs: sizes of the graphs there are for it. asked: how many prompts of its nearest size came before. most: see
-    `most_tokens`. own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
+    `most_of_prompt`. own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
     later: whether there is time to capture a graph after the reply; if not, this prompt waits for it.
     A graph is used if it costs no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the
     smallest one, which would have to be captured first.
@@ -170,7 +175,8 @@ def choose(
         return cost.graph(rows, size, past, tokens)
 
     python, near = cost.python(rows, tokens, past), nearest(tokens)
-    standard = () if own else SIZES
+    largest = most if _is_close(of(most), of(near)) else near  # one size for all prompts of small buffers
+    standard = () if own else (*SIZES, largest)
     fitting = (size for size in (*standard, near) if tokens <= size <= most and _is_close(of(size), python))
     if (goal := next(fitting, None)) is None:
         return Choice(None)
