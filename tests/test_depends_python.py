@@ -321,7 +321,9 @@ def test_whose_code_is_trusted(monkeypatch, tmp_path):
 
 
 def test_the_names_in_code_are_those_that_dis_finds():
-    many = "def many():\n    import os.path\n    from ..x import y\n" + "".join(f"    name{i} = own{i}\n" for i in range(600))
+    many = (
+        "def many():\n    import os.path\n" + "".join(f"    name{i} = own{i}\n" for i in range(600)) + "    from ..x import y\n"
+    )
     codes, found = [compile(many, "many", "exec")], []
     codes += [each.__code__ for file in (torch.nn.functional, torch.nn.modules.module, utils, path) for each in functions(file)]
     while codes:
@@ -342,6 +344,9 @@ import helper
 SCALE = 1.0
 def first(): return SCALE
 def second(): return helper.by(first())
+def late():
+    try: import helper_of_helper
+    except ImportError: pass
 def other(): return second
 """
 
@@ -364,16 +369,21 @@ def test_a_later_rehearsal_adds_the_code_that_it_runs_first(monkeypatch):
         return known.now(), len(looked_up)
 
     assert (rehearse("first"), rehearse("first"), rehearse("second")) == ((0, 1), (0, 1), (0, 2))
+    helper.more = 1.0  # an attribute that known code may now find
+    assert (rehearse("second"), rehearse("second")) == ((0, 3), (0, 3))
+    assert rehearse("late") == (0, 4)  # it imports a module, which is not there
+    monkeypatch.setitem(sys.modules, "helper_of_helper", types.ModuleType("helper_of_helper"))
+    assert (rehearse("late"), rehearse("late")) == ((0, 5), (0, 5))
     monkeypatch.setattr(helper, "by", lambda x: 2 * x)
     assert known.now() == 1  # and all is forgotten
-    assert (rehearse("second"), rehearse("first")) == ((1, 3), (1, 3))
+    assert (rehearse("second"), rehearse("first")) == ((1, 6), (1, 6))
     file.SCALE = 2.0
-    assert rehearse("first") == (1, 4)  # found at once, as before the rehearsal
+    assert rehearse("first") == (1, 7)  # found at once, as before the rehearsal
     file.SCALE = 3.0
     assert known.now() == 2
     rehearse("first")
     model.model.norm = nn.Identity()  # of a class that no rehearsal has met
-    assert rehearse("first") == (2, 6)
+    assert rehearse("first") == (2, 9)
     del file.SCALE
     assert known.now() == 3
 

@@ -321,6 +321,19 @@ def test_a_capture_after_a_reply_needs_no_larger_buffers(monkeypatch):
             assert (sizes(patch), patch.captures) == ({1, 128}, 2)
 
 
+def test_a_capture_after_a_reply_moves_no_window(monkeypatch):
+    """Tokens before a window that has not moved can be removed."""
+    monkeypatch.setattr(policy, "FIRST", 100.0)
+    model = tiny("mistral", sliding_window=300, max_position_embeddings=4096)
+    ids = torch.randint(2, VOCAB, (1, 850), generator=torch.Generator().manual_seed(0))
+    with hf_fastattn.patch(model) as patch:
+        cache = PreallocatedCache(model, capacity=4096)
+        for tokens in (780, 850):
+            model.generate(ids[:, :tokens], past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert sizes(patch) == {1, 128} and [layer.base for layer in cache.storage.layers] == [0] * len(cache.storage.layers)
+        cache.crop(-200)
+
+
 def test_captures_after_a_reply_take_a_part_of_its_time(llama):
     with hf_fastattn.patch(llama) as patch:
         for tokens in (100, 12):

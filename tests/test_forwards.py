@@ -653,7 +653,7 @@ def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
         patch._graphs.most = 2048
         for _ in range(4):
             assert torch.equal(generate(llama, {"input_ids": ids}, max_new_tokens=4), want)
-        assert tokens_of_graphs(patch) == {1, 1024}
+        assert tokens_of_graphs(patch) == {1, 768 if length < 768 else 1024}  # the largest that the buffers hold
         for _ in range(3):  # the rest of the text as a message
             cache = first_token(llama, {"input_ids": ids[:, :cut]})
             cache.crop(cut - cache.get_seq_length())

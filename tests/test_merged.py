@@ -5,6 +5,7 @@ import functools
 import random
 import types
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import hf_fastattn
+from hf_fastattn import registry
 from hf_fastattn.hf.rotations import reached
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.host import launch
@@ -111,6 +113,7 @@ def test_any_order_of_operations_has_the_same_results(dtype):
             with Launches() as launches, merged.merged(model):
                 together = execute(steps, model, x)
             with merged.merged(model):  # alone, it does not see all operations (`launch.unseen`)
+                assert launch.thread.watched
                 unseen = execute(steps, model, x)
         merges += launches.count["residual_kernel"]
         saved += separate.count - launches.count
@@ -142,9 +145,37 @@ def test_what_operations_that_are_not_seen_read_is_computed_before_them():
     expected = model[0](x) + 1
     with merged.merged(model):
         out = model[0](x)
+        assert launch.thread.watched
         with launch.unseen(out):
             ours = out + 1
-    assert same(ours, expected)
+        with merged.apart():
+            assert not launch.thread.watched
+    assert same(ours, expected) and not launch.thread.watched
+    with Launches(), merged.merged(model):
+        assert not launch.thread.watched  # another mode sees all operations
+
+
+class Doubled(torch.Tensor):
+    """A tensor whose operations see twice what it stores, as those of a quantised one see other values."""
+
+    @staticmethod
+    def __new__(cls, stored):
+        made = torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=stored.device)
+        made.stored = stored
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return func(*(2 * x.stored if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+def test_a_kernel_of_another_package_computes_with_subclasses_of_tensors():
+    model, half = fused_norms(torch.float16), Doubled(torch.full((1,), 0.5, device=DEVICE).half())
+    q, k, v = (torch.randn(1, 2, 3, 16, device=DEVICE).half() for _ in range(3))
+    backend = replace(registry.get("reference"), prefill=lambda q, kv, spec, spans, **_: q * half)
+    with merged.merged(model):
+        ours = backend.attend(q, KV(k, v))
+    assert same(ours, q)
 
 
 # Launches that a step of two layers saves: one for each addition behind or ahead of a norm, and for each product with a number.

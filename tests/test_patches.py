@@ -726,7 +726,7 @@ def test_buffers_that_come_back_after_undo_are_not_kept():
 def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
     """Also if a graph of another pool still exists, from before a failed capture. Its stream does not stay current, and torch
     gives memory that it keeps back only if there is little else."""
-    pools, failing, streams, emptied, free = [], [], [], [], [1 << 40]
+    pools, failing, streams, emptied, free, reserved = [], [], [], [], [1 << 40], [0]
 
     class Graph:
         def capture_begin(self, pool=None, **_):
@@ -750,6 +750,8 @@ def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
     for name, fake in {"synchronize": lambda _: None, "empty_cache": lambda: emptied.append(len(pools))}.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[0], 1 << 40))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved[0])
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda _: 0.5)
     for name in ("device", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "graph", lambda _: pools.append(None) or contextlib.nullcontext())
@@ -776,6 +778,7 @@ def test_a_pool_without_graphs_is_not_used_again(monkeypatch):
     free[0] = 1 << 30
     third = capture()
     del third
+    free[0], reserved[0] = 1 << 40, 1 << 39  # all that the process may have
     fourth = capture()
     assert shared["bytes"] == 10 and emptied == [4, 5]
     assert [pool[1] for pool in pools if pool is not None] == [0, 0, 0, 1, 2]

@@ -108,6 +108,8 @@ class Backend:
         if not is_plain(kv.form) and (phase == "prefill" or not self.reads_eight_bits):
             kv = eight_bits.widened(kv, q.dtype)
         calls[f"{self.name}.{phase}"] += gpu.thread.target is None  # otherwise nothing runs
+        if not isinstance(kernel, TritonKernel):
+            return kernel(q, kv, spec, spans, **options)
         with launch.unseen(q, *kv.tensors, spans, *options.values()):
             return kernel(q, kv, spec, spans, **options)
 

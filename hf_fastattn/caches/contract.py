@@ -85,8 +85,13 @@ class Storage:
         return self.seen > 0
 
     @property
+    def smallest(self) -> int:
+        """How many tokens the smallest of its buffers holds, but for those of windows, which hold any text."""
+        return self.capacity
+
+    @property
     def unused(self) -> int:
-        """How many tokens can be added without larger buffers."""
+        """How many tokens can be added without other buffers, and without moving a window."""
         return self.capacity - self.seen
 
     @property

@@ -82,8 +82,12 @@ class PreallocatedStorage(Storage):
         return sum(track.capacity for track in self.tracks)
 
     @property
+    def smallest(self) -> int:
+        return min((track.capacity for track in self.tracks if track.capacity < track.limit), default=1 << 62)
+
+    @property
     def unused(self) -> int:
-        return min(track.capacity - self.seen if track.capacity < track.limit else SLACK for track in self.tracks)
+        return min((layer.track.capacity - (layer.seen - layer.base) for layer in self.counted), default=0)
 
     @property
     def keeps_all(self) -> bool:

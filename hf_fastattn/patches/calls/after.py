@@ -85,7 +85,7 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
     for name in PADDED & given.keys():
         if given[name] is not None:
             inputs[name] = given[name][..., :1].expand(*given[name].shape[:-1], size)
-    live = min(size, storage.unused)  # tokens that are no padding
+    live = max(1, min(size, storage.unused))  # tokens that are no padding
     counted = (live,) if live > 1 else ()
     storage.sync(ids.device, *counted)
     forwards.set_mask(cache, inputs, size)

@@ -91,7 +91,7 @@ class CudaGraph:
                 torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.synchronize(self.device)
                 # torch.cuda.graph always does, and the next forward from Python would wait for all of its memory.
-                if torch.cuda.mem_get_info(self.device)[0] < SHORT:
+                if self._free() < SHORT:
                     torch.cuda.empty_cache()
                 with torch.cuda.stream(stream):
                     self.graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -110,6 +110,12 @@ class CudaGraph:
                 with contextlib.suppress(RuntimeError), torch.cuda.stream(outer), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)
                 raise
+
+    def _free(self) -> float:
+        """Bytes that torch can still reserve."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = torch.cuda.memory.get_per_process_memory_fraction(self.device) * total
+        return min(free, allowed - torch.cuda.memory_reserved(self.device))
 
     def replay(self) -> None:
         stream = torch.cuda.current_stream(self.device)

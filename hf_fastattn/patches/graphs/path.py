@@ -44,6 +44,8 @@ class Path:
         self._imports: set[tuple[int, str, str | None]] = set()  # of modules within functions
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of names that a file or a module within it has
         self._missing: list[tuple[dict[str, Any], set[str]]] = []  # names that it has not, but may be given
+        self._absent: set[str] = set()  # modules that it imports, and that are not there
+        self._lengths: list[tuple[dict[str, Any], int]] = []  # of the modules in which attributes were looked up
         self._classes: list[type] = []
         self._members: list[frozenset[str]] = []  # the names of all that each class has
         self._functions: dict[types.FunctionType, None] = {}
@@ -67,7 +69,7 @@ class Path:
             for values, name, value in hidden:
                 values[name] = value
             kinds = {type(module) for module in model.modules()}
-            if self._grown or not kinds.issubset(self._classes) or not self._is_same():
+            if self._grown or not kinds.issubset(self._classes) or self._has_other_places() or not self._is_same():
                 self._collect(model)
 
     def _ran(self, code: types.CodeType, frame: types.FrameType, own: list[str]) -> None:
@@ -91,6 +93,7 @@ class Path:
         """Find the places where the code looks its names up."""
         places: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._getters, self._missing, self._functions, self._cells = [], [], {}, []
+        self._absent, self._lengths = set(), []
         for file, names, attributes in self._files.values():
             self._look_up(places, file, names, attributes, {id(file)})
             self._look_up(places, vars(builtins), names, attributes, set())
@@ -99,8 +102,10 @@ class Path:
         attributes = set[str]().union(*(each for _, _, each in self._files.values()))
         for level, module, package in self._imports:
             with contextlib.suppress(ImportError):
-                found = sys.modules.get(importlib.util.resolve_name("." * level + module, package))
-                if found is not None:
+                name = importlib.util.resolve_name("." * level + module, package)
+                if (found := sys.modules.get(name)) is None:
+                    self._absent.add(name)
+                else:
                     self._look_up(places, vars(found), attributes, attributes, {id(vars(found))})
         bases = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
         self._classes = [torch.Tensor, *(base for base in dict.fromkeys((*self._classes, *bases)) if base is not object)]
@@ -122,6 +127,7 @@ class Path:
         visited: set[int],
     ) -> None:  # fmt: skip
         """Note the names of a file, and those attributes that modules have to which they refer (F.silu)."""
+        self._lengths.append((file, len(file)))
         found = names & file.keys()
         if found:
             places.setdefault(id(file), (file, set()))[1].update(found)
@@ -151,6 +157,10 @@ class Path:
             self._getters, self._missing, self._classes, self._members = [], [], [], []
             self._functions, self._cells, self._found = {}, [], [_END]
         return self.version
+
+    def _has_other_places(self) -> bool:
+        """Whether known code that takes another branch may find a module or an attribute that was not there before."""
+        return any(len(file) != length for file, length in self._lengths) or not self._absent.isdisjoint(sys.modules)
 
     def _is_same(self) -> bool:
         """Whether the code would find the same objects as before."""
@@ -268,5 +278,6 @@ def _imports_in(code: types.CodeType) -> set[tuple[int, str]]:
     """(level, name) of the modules from which code imports."""
     if dis.opmap["IMPORT_NAME"] not in code.co_code[::2]:
         return set()
-    found = [*dis.get_instructions(code)]  # the level is loaded two instructions before
+    # The level is loaded two instructions before.
+    found = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
     return {(found[i - 2].argval or 0, each.argval) for i, each in enumerate(found) if each.opname == "IMPORT_NAME"}

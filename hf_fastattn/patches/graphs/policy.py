@@ -52,8 +52,8 @@ def most_tokens(storage: Storage, rows: int, most: int = MOST) -> int:
 
 
 def most_of_prompt(storage: Storage, rows: int, most: int) -> int:
-    """The same for a prompt: no more than fit into the buffers as they are, whose graphs end with them."""
-    return min(most_tokens(storage, rows, most), nearest(max(1, min(storage.capacity, NEAREST[-1]))))
+    """The same for a prompt: no more than its buffers hold, as graphs end with them."""
+    return min(most_tokens(storage, rows, most), nearest(max(1, min(storage.smallest, NEAREST[-1]))))
 
 
 def tokens_in(cache: StoredCache) -> int:
