@@ -315,6 +315,7 @@ def test_a_capture_after_a_reply_needs_no_larger_buffers(monkeypatch):
     """Also of a model with sliding and full layers: other buffers would end the graphs that were captured before it."""
     monkeypatch.setattr(policy, "FIRST", 100.0)
     model = family("qwen2", "cpu")
+    assert policy.most_of_prompt(PreallocatedCache(model, capacity=256).storage, 1, 2048) == 256  # not of both kinds of layers
     with hf_fastattn.patch(model) as patch:
         for tokens in (128, 70, 90):
             model.generate(**prompts("holes", "cpu", rows=2, length=tokens), max_new_tokens=24, do_sample=False)
