@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from hf_fastattn.kernels import TritonKernel
 from hf_fastattn.kernels.paged import paged
 from hf_fastattn.kernels.spec import KV, Spec
 
-from .prefill import RATE
-from .shapes import READ, Shape, compete, exact, make_inputs, ratios
+from .prefill import RATE, visible_pairs
+from .shapes import LEAN, PREFILL, READ, Shape, compete, exact, make_inputs, ratios
 from .timing import num_sets
 
 SIZES = (16, 64, 256)  # tokens of a page
-DECODE, PREFILL = TritonKernel("lean"), TritonKernel("prefill", hopper="prefill_hopper")  # the kernels that the backends run
 PAGES = [
     *(Shape(batch, 32, 8, 128, length << 10) for batch, length in ((1, 8), (1, 64), (8, 32), (16, 8), (64, 4), (256, 1))),
     *(Shape(batch, 32, 8, 64, length << 10) for batch, length in ((1, 64), (64, 4))),
@@ -32,8 +30,9 @@ def in_pages(x: torch.Tensor, size: int, table: torch.Tensor) -> torch.Tensor:
 
 def pages_row(shape: Shape, device: torch.device) -> dict:
     """Microseconds per call over plain K and V, and over pages in random order."""
-    flops = 2 * shape.dims * shape.batch * shape.num_heads * shape.q_len * (shape.kv_len - shape.q_len / 2)
-    kernel, sets = DECODE if shape.q_len == 1 else PREFILL, num_sets(shape.kv_bytes)
+    flops = 2 * shape.dims * shape.batch * shape.num_heads * visible_pairs(shape.q_len, shape.kv_len, None)
+    kernel = (LEAN if shape.q_len == 1 else PREFILL).args[0]  # without the wrapper for plain tensors
+    sets = num_sets(shape.kv_bytes)
     inputs = make_inputs(shape, sets, device)
     held = {"plain": [KV(k, v) for _, k, v in inputs]}
     for size in SIZES:

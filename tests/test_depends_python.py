@@ -330,7 +330,7 @@ def test_the_names_in_code_are_those_that_dis_finds():
         code = codes.pop()
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
         steps = [*dis.get_instructions(code)]
-        assert path._globals_in(code) == {each.argval for each in steps if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        assert hf.globals_in(code) == {each.argval for each in steps if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         found += path._imports_in(code)
     assert {(0, "os.path"), (2, "x")} <= {*found}
 

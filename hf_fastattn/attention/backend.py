@@ -13,7 +13,7 @@ import torch
 
 from .. import hf
 from ..kernels import TritonKernel, checks, eight_bits
-from ..kernels.host import gpu, launch, tables
+from ..kernels.host import gpu, tables
 from ..kernels.spans import has_rows
 from ..kernels.spec import KV, Gradients, Result, Spec, call, is_plain
 
@@ -108,10 +108,7 @@ class Backend:
         if not is_plain(kv.form) and (phase == "prefill" or not self.reads_eight_bits):
             kv = eight_bits.widened(kv, q.dtype)
         calls[f"{self.name}.{phase}"] += gpu.thread.target is None  # otherwise nothing runs
-        if not isinstance(kernel, TritonKernel):
-            return kernel(q, kv, spec, spans, **options)
-        with launch.unseen(q, *kv.tensors, spans, *options.values()):
-            return kernel(q, kv, spec, spans, **options)
+        return kernel(q, kv, spec, spans, **options)
 
     def forward(
         self, q: torch.Tensor, kv: KV, spec: Spec, spans: torch.Tensor | None, **given: Any

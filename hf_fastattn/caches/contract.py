@@ -132,7 +132,7 @@ class Storage:
 
     def holds(self, tokens: int) -> bool:
         """Whether this many tokens fit without growing."""
-        return tokens <= self.capacity
+        return tokens <= self.smallest
 
     def ahead(self, tokens: int) -> int:
         """For how many tokens the buffers are made that follow these, which are too small for `tokens`: so many, or more, so that

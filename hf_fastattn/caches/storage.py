@@ -93,9 +93,6 @@ class PreallocatedStorage(Storage):
     def keeps_all(self) -> bool:
         return all(track.kind.window is None for track in self.tracks)
 
-    def holds(self, tokens: int) -> bool:
-        return all(track.capacity >= min(tokens, track.limit) for track in self.tracks)
-
     def ahead(self, tokens: int) -> int:
         growing = [part.tensor for layer in self.counted if layer.track.kind.window is None for part in layer.parts()]
         if not growing:

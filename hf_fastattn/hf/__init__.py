@@ -49,6 +49,7 @@ from .parallel import *
 from .quantised import *
 from .rotations import *
 from .sampling import *
+from .source import *
 from .text import *
 
 if not TYPE_CHECKING:  # type checkers read the imports

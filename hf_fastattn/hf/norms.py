@@ -9,7 +9,6 @@ matter, and the rows are on the CPU, so the device of the model does not either.
 from __future__ import annotations
 
 import builtins
-import dis
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from transformers.activations import ACT2FN
 from ..kernels.states import gated_norm
 from .llama import has_own, is_torchs, parameters_of
 from .rotations import called
+from .source import globals_in
 
 _EPS = ("variance_epsilon", "eps")  # attributes
 _PARAMETERS = ("weight", "bias")
@@ -149,8 +149,7 @@ def _size(module: torch.nn.Module) -> int | None:
 @cache
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """The global names that code reads, but those of Python itself."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-    return tuple(names - vars(builtins).keys())
+    return tuple(globals_in(code) - vars(builtins).keys())
 
 
 def _state(module: torch.nn.Module) -> Attributes | None:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import types
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+
+_LOADS = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}  # and the bits below the number of the name
+
+
+def globals_in(code: types.CodeType) -> set[str]:
+    """The names that code looks up in its file. `dis` describes each instruction in full, which took 0.2 s of a first call."""
+    found, high = set(), 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        number = high | low
+        high = number << 8 if op == dis.EXTENDED_ARG else 0
+        if op in _LOADS:
+            found.add(code.co_names[number >> _LOADS[op]])
+    return found
 
 
 def _file(config_class: type) -> Path | None:

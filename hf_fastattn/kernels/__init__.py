@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import checks, reference
-from .host import gpu
+from .host import gpu, launch
 from .host.gpu import HAS_TRITON, INTERPRETED
 from .spans import has_rows
 from .spec import KV, Result, Spec
@@ -92,18 +92,20 @@ class TritonKernel:
         spans: torch.Tensor | None = None,
         **options: Any,
     ) -> Result:
-        if self._launch is not None and q.is_cuda:
+        if self._launch is None or not q.is_cuda:
+            if self.where(q.device) == REFERENCE:
+                checks.check_widths(q, kv)
+                return self.twin(q, kv, spec, spans, **options)
+            if gpu.thread.calls is not None:
+                gpu.thread.calls.append((q, kv, spec, spans, options))
+            if INTERPRETED and q.dtype == torch.bfloat16:
+                raise TypeError(
+                    "Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1."
+                )
+            launcher: Callable[..., Result] = getattr(_module(self.name), self.name)
+            self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
+        with launch.unseen(q, *kv.tensors, spans, *options.values()):
             return self._choose(self._launch, q, kv, spec, spans)(q, kv, spec, spans, **options)
-        if self.where(q.device) == REFERENCE:
-            checks.check_widths(q, kv)
-            return self.twin(q, kv, spec, spans, **options)
-        if gpu.thread.calls is not None:
-            gpu.thread.calls.append((q, kv, spec, spans, options))
-        if INTERPRETED and q.dtype == torch.bfloat16:
-            raise TypeError("Triton's interpreter computes bfloat16 wrongly; use float32 or float16 under TRITON_INTERPRET=1.")
-        launcher: Callable[..., Result] = getattr(_module(self.name), self.name)
-        self._launch = partial(launcher, **self.fixed) if self.fixed else launcher
-        return self._choose(self._launch, q, kv, spec, spans)(q, kv, spec, spans, **options)
 
     def choice(self, q: torch.Tensor, kv: KV, spec: Spec, rows: bool = False) -> tuple[str, str | None]:
         """(module whose kernel runs on a GPU for these inputs, reason why the Hopper kernel does not run or None).

@@ -33,14 +33,12 @@ Made = TypeVar("Made")
 
 
 def unseen(*tensors: object) -> AbstractContextManager[object]:
-    """A context for operations of torch that read these tensors alone, or none, as allocations do. The mode that watches the
-    operations of a decode graph does not see them, which takes some 8 us for each. Nor do subclasses of tensors: it is for code
-    of this package on plain tensors."""
-    if not thread.watched:
-        return nullcontext()
+    """A context for operations of torch that read these tensors alone, or none, as allocations do. What computes the tensors is
+    launched first. The mode that watches the operations of a decode graph does not see them, which takes some 8 us for each. Nor
+    do subclasses of tensors: it is for code of this package on plain tensors."""
     if tensors and thread.before is not None:
         thread.before(tensors)
-    return torch._C._DisableTorchDispatch()
+    return torch._C._DisableTorchDispatch() if thread.watched else nullcontext()
 
 
 def warps_of(elements: int) -> int:

@@ -219,8 +219,7 @@ class _Delayed(_python_dispatch.TorchDispatchMode):
 
     def linears(self, x: torch.Tensor, weights: linear.Tensors, biases: linear.Tensors = ()) -> linear.Tensors | None:
         """linear.linears, delayed."""
-        self._before((x,))
-        with launch.unseen():
+        with launch.unseen(x):
             self.layers = layers = self.linear.prepared(x, weights, biases)
         return None if layers is None else layers.outs
 

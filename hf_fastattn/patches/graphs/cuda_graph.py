@@ -77,7 +77,6 @@ class CudaGraph:
 
     def capture(self, body: Callable[[], T]) -> T:
         with self._lock, torch.cuda.device(self.device):  # captures share a stream
-            outer = torch.cuda.current_stream(self.device)
             stream = self._captured_on.get(self.device)
             if stream is None:
                 stream = self._captured_on[self.device] = torch.cuda.Stream(self.device)
@@ -90,7 +89,7 @@ class CudaGraph:
                 # graph uses. So the graph allocates its own in its memory pool.
                 torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.synchronize(self.device)
-                # torch.cuda.graph always does, and the next forward from Python would wait for all of its memory.
+                # torch.cuda.graph empties torch's cache each time, and the next forward from Python would allocate all anew.
                 if self._free() < SHORT:
                     torch.cuda.empty_cache()
                 with torch.cuda.stream(stream):
@@ -107,7 +106,7 @@ class CudaGraph:
             except BaseException:
                 del self.shared["pool"], self.shared["bytes"], self.shared["graphs"], self._captured_on[self.device]
                 # A failed capture leaves torch's random number generator in capture mode; a successful capture resets it.
-                with contextlib.suppress(RuntimeError), torch.cuda.stream(outer), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                with contextlib.suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
                     torch.zeros(1, device=self.device)
                 raise
 

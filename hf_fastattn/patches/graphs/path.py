@@ -45,7 +45,7 @@ class Path:
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []  # of names that a file or a module within it has
         self._missing: list[tuple[dict[str, Any], set[str]]] = []  # names that it has not, but may be given
         self._absent: set[str] = set()  # modules that it imports, and that are not there
-        self._lengths: list[tuple[dict[str, Any], int]] = []  # of the modules in which attributes were looked up
+        self._lengths: dict[int, tuple[dict[str, Any], int]] = {}  # of the modules in which attributes were looked up, by id
         self._classes: list[type] = []
         self._members: list[frozenset[str]] = []  # the names of all that each class has
         self._functions: dict[types.FunctionType, None] = {}
@@ -85,7 +85,7 @@ class Path:
         self._grown = True
         self._codes.setdefault(code, set()).add(id(file))
         _, names, attributes = self._files.setdefault(id(file), (file, set(), set()))
-        names.update(_globals_in(code))
+        names.update(hf.globals_in(code))
         attributes.update(code.co_names)
         self._imports.update((level, module, file.get("__package__")) for level, module in _imports_in(code))
 
@@ -93,7 +93,7 @@ class Path:
         """Find the places where the code looks its names up."""
         places: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self._getters, self._missing, self._functions, self._cells = [], [], {}, []
-        self._absent, self._lengths = set(), []
+        self._absent, self._lengths = set(), {}
         for file, names, attributes in self._files.values():
             self._look_up(places, file, names, attributes, {id(file)})
             self._look_up(places, vars(builtins), names, attributes, set())
@@ -127,7 +127,7 @@ class Path:
         visited: set[int],
     ) -> None:  # fmt: skip
         """Note the names of a file, and those attributes that modules have to which they refer (F.silu)."""
-        self._lengths.append((file, len(file)))
+        self._lengths[id(file)] = file, len(file)
         found = names & file.keys()
         if found:
             places.setdefault(id(file), (file, set()))[1].update(found)
@@ -160,7 +160,7 @@ class Path:
 
     def _has_other_places(self) -> bool:
         """Whether known code that takes another branch may find a module or an attribute that was not there before."""
-        return any(len(file) != length for file, length in self._lengths) or not self._absent.isdisjoint(sys.modules)
+        return any(len(file) != length for file, length in self._lengths.values()) or not self._absent.isdisjoint(sys.modules)
 
     def _is_same(self) -> bool:
         """Whether the code would find the same objects as before."""
@@ -257,21 +257,6 @@ def _is_generated(name: object, caller: types.FrameType | None) -> bool:
     if name is None and caller is not None:
         name = caller.f_globals.get("__name__")
     return isinstance(name, str) and name.startswith(_GENERATED)
-
-
-# dis describes each instruction in full, which took 0.2 s of a first call.
-_LOADS = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}  # and the bits below the number of the name
-
-
-def _globals_in(code: types.CodeType) -> set[str]:
-    """The names that code looks up in its file."""
-    found, high = set(), 0
-    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
-        number = high | low
-        high = number << 8 if op == dis.EXTENDED_ARG else 0
-        if op in _LOADS:
-            found.add(code.co_names[number >> _LOADS[op]])
-    return found
 
 
 def _imports_in(code: types.CodeType) -> set[tuple[int, str]]:
