@@ -10,9 +10,9 @@ next operation. If that is an activation of the first result, or its product wit
 other operation what is delayed runs. So the model's own code decides what is computed, in every family, and all its results are
 stored.
 
-Operations of torch are seen by a dispatch mode, launches of this package by `launch.before`. Kernels that others launch without
-an operation of torch are not seen. Therefore only models that consist of modules of torch and Transformers' model files run in
-this mode, and of quantised layers whose kernels are operations of torch (bitsandbytes, torchao).
+Operations of torch are seen by a dispatch mode, except in `launch.unseen`, and launches of this package by `launch.before`.
+Kernels that others launch without an operation of torch are not seen. Therefore only models that consist of modules of torch and
+Transformers' model files run in this mode, and of quantised layers whose kernels are operations of torch (bitsandbytes, torchao).
 """
 
 from __future__ import annotations
