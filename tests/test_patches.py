@@ -924,7 +924,7 @@ def test_a_cache_that_the_model_drops_is_emptied_and_kept(captured, length, chun
 LONGROPE = itertools.product(["phi3", "llama", "gemma3_text"], [False, True])
 
 
-@pytest.mark.parametrize("family, lookup", slow_unless([("phi3", False), ("llama", True)].__contains__, LONGROPE))
+@pytest.mark.parametrize("family, lookup", slow_unless([("phi3", True), ("llama", False)].__contains__, LONGROPE))
 def test_frequencies_that_change_with_the_length_are_captured(captured, family, lookup):
     """Transformers chooses them in each step, by its positions: old versions on the host, others in place in a buffer."""
     options = {"prompt_lookup_num_tokens": 5} if lookup else {}
@@ -933,8 +933,8 @@ def test_frequencies_that_change_with_the_length_are_captured(captured, family, 
     model, inputs = longrope(family, 40), prompts("no_padding", "cpu", rows=1, length=30)
     inputs["input_ids"][:, 15:] = inputs["input_ids"][:, :15]  # which gives prompt lookup something to find
     assert not torch.equal(generate(longrope(family, 64), inputs, **options), generate(model, inputs, **options))
-    patch = same(model, inputs, calls=2, options=options)
-    assert patch.captures and not patch.reasons
+    patch = same(model, inputs, calls=4, options=options)
+    assert 0 < patch.captures <= 4 and not patch.reasons  # a graph for each number of tokens
 
 
 def test_a_rotary_embedding_that_is_changed_between_calls(captured):

@@ -41,12 +41,21 @@ def rope_types(module: torch.nn.Module) -> dict[str | None, object]:
 
 def longropes_in(model: PreTrainedModel) -> list[Rotary]:
     """The rotary embeddings of this kind, unless they have code of their own."""
-    found = []
-    for module in model.modules():
-        kinds = [layer for layer, kind in rope_types(module).items() if kind == KIND]
-        if kinds and "forward" not in vars(module) and _is_updated(type(module)):
-            found.append((module, {layer: _tables(module, layer) for layer in kinds}))
-    return found
+    found = ((module, _choosing_layers(module)) for module in model.modules())
+    return [(module, {layer: _tables(module, layer) for layer in layers}) for module, layers in found if layers]
+
+
+def replaced_in_forward(module: torch.nn.Module) -> frozenset[str]:
+    """The buffers and attributes of a module that its forward() replaces before it reads them."""
+    if _IN_PLACE or "rope_type" not in vars(module):
+        return frozenset()
+    return frozenset(f"{_prefix(layer)}{name}" for layer in _choosing_layers(module) for name in ("inv_freq", "long_inv_freq"))
+
+
+def _choosing_layers(module: torch.nn.Module) -> list[str | None]:
+    """The types of layers for which forward() of a rotary embedding chooses its table."""
+    found = [layer for layer, kind in rope_types(module).items() if kind == KIND]
+    return found if found and "forward" not in vars(module) and _is_updated(type(module)) else []
 
 
 def _is_updated(cls: type) -> bool:
@@ -60,7 +69,7 @@ def _is_updated(cls: type) -> bool:
 
 
 def _tables(module: Any, layer: str | None) -> Tables:
-    prefix = "" if layer is None else f"{layer}_"
+    prefix = _prefix(layer)
     config, short = module.config, getattr(module, f"{prefix}original_inv_freq")
     rope = config.rope_parameters if layer is None else config.rope_parameters[layer]
     limit = rope["original_max_position_embeddings"]
@@ -68,6 +77,11 @@ def _tables(module: Any, layer: str | None) -> Tables:
     if long is None:
         long, _ = modeling_rope_utils.ROPE_INIT_FUNCTIONS[KIND](config, short.device, seq_len=limit + 1, layer_type=layer)
     return Tables(f"{prefix}inv_freq", limit, short, long.to(short.device))
+
+
+def _prefix(layer: str | None) -> str:
+    """Of the names of the tables of a type of layer."""
+    return "" if layer is None else f"{layer}_"
 
 
 @contextmanager
