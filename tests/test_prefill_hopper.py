@@ -164,17 +164,24 @@ def _tensor_gl():
 GROUPS = [(4, 1, 130), (4, 4, 17), (4, 4, 65), (4, 2, 64), (7, 8, 33), (3, 2, 70), (71, 64, 1), (71, 8, 9)]
 
 
-@pytest.mark.parametrize("whole, splits", [(None, 1), (0, 3), (3, 2)])
-@pytest.mark.parametrize("group, pack, q_len", GROUPS)
-def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, whole, splits):
-    gl, kv_heads, batch = _tensor_gl(), 2, 2
+SPLITS = [(None, 1, None), (0, 3, None), (3, 2, None), (0, 3, 1), (0, 3, 33), (0, 2, 65)]
+SPLIT_GROUPS = [(*group, *splits) for group in GROUPS for splits in SPLITS if (splits[2] or 0) < group[2]]
+
+
+@pytest.mark.parametrize("group, pack, q_len, whole, splits, live", SPLIT_GROUPS)
+def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, whole, splits, live):
+    """live: queries that are no padding, of one batch row."""
+    gl, kv_heads, batch = _tensor_gl(), 2, 2 if live is None else 1
+    gl.load = lambda at, cache_modifier: torch.tensor(0 if live is None else (q_len - live) << PADDING)
     names = {"gl": gl, "tl": gl, "__builtins__": builtins}
     python = lambda fn, **more: types.FunctionType(fn.fn.__code__, names | more, fn.fn.__name__, fn.fn.__defaults__)  # noqa: E731
     bounds = {"row_bounds": python(plan.row_bounds)}
     bounds["block_bounds"] = python(plan.block_bounds, **bounds)
     bounds["narrowed_block"] = python(plan.narrowed_block)
-    used = {name: python(getattr(plan, name), **bounds) for name in ("block_and_share", "block_at", "share_of", "tiles_of")}
-    used["row_spans"] = lambda _ptr, q_len, kv_len, window, *_: (kv_len - q_len, 0, kv_len, window, False, False, kv_len)
+    functions = ("block_and_share", "block_at", "live_blocks", "share_of", "tiles_of")
+    used = {name: python(getattr(plan, name), **bounds) for name in functions}
+    stop = 1000 - (0 if live is None else q_len - live)
+    used["row_spans"] = lambda _ptr, q_len, kv_len, window, *_: (kv_len - q_len, 0, stop, window, False, False, stop)
     work, rows = python(items.item_of, **used), python(items.heads_and_queries)
     config = replace(hopper.config(64, 64), pack=pack, split=splits > 1)
     num_packs = kv_heads * -(-group // pack)
@@ -184,6 +191,7 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
     num_shares = (blocks - whole) * splits
     sizes = (0, whole + num_shares, num_packs, batch * num_packs, group, 2 * num_packs, whole, q_len, 1000, NO_WINDOW)
     seen = torch.zeros(batch, kv_heads * group, q_len, dtype=torch.int64)
+    padded = [first for first in range(0, q_len, BLOCK_M // pack) if live is not None and first >= live]
     slots = []
     for index in range(whole + num_shares):
         (first, kv_head, group_head, row), _, _, _, (_begin, tiles), slot = work(
@@ -196,28 +204,40 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
             assert bool(place[0] < q_len) == bool(exists.any())  # else the consumer passes
             heads = heads.expand(64)
             assert heads.max() < kv_heads * group  # sink logits are read also for rows that do not exist
-            seen[row, heads[exists], queries[exists]] += tiles
-    assert slots == [-1] * whole + list(range(num_shares))
-    assert (seen == -(-1000 // config.BLOCK_N)).all()
+            done = seen[row, heads[exists], queries[exists]]
+            seen[row, heads[exists], queries[exists]] = (0 if int(first) in padded else done) + tiles  # padding may be repeated
+    shares = [slot for slot in slots if slot >= 0]
+    assert slots == [-1] * whole + shares + [-1] * (num_shares - len(shares)) and shares == list(range(len(shares)))
+    last = padded[0] if padded else q_len
+    assert (seen[..., :last] == -(-stop // config.BLOCK_N)).all() and (seen[..., last:] == 1).all()
+    live_blocks = num_packs * (num_blocks - len(padded))
+    assert not padded or (len(shares) % live_blocks == 0 and splits * live_blocks <= len(shares) < num_shares)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the merge alone, interpreted")
 @pytest.mark.parametrize(
-    "q_len, group, pack, whole, splits, section",
-    [(17, 4, 4, 0, 3, 4), (130, 2, 1, 11, 2, 2), (70, 3, 2, 13, 7, 8), (1, 71, 64, 1, 4, 2), (20, 7, 8, 0, 3, 2)],
+    "q_len, group, pack, whole, splits, section, padding",
+    [
+        *((17, 4, 4, 0, 3, 4, 0), (130, 2, 1, 11, 2, 2, 0), (70, 3, 2, 13, 7, 8, 0), (1, 71, 64, 1, 4, 2, 0), (20, 7, 8, 0, 3, 2, 0)),
+        *((130, 2, 1, 0, 2, 1, 100), (70, 3, 2, 0, 3, 4, 66), (31, 7, 8, 0, 2, 2, 5)),
+    ],
 )
-def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits, section, monkeypatch):
+def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits, section, padding, monkeypatch):
     """The kernel is not interpretable: torch computes its shares, from which the merge makes the rows of each block."""
     monkeypatch.setattr(gpu, "num_sms", lambda device: 2)
     torch.manual_seed(0)
-    batch, kv_heads, head_dim, kv_len, block_n = 2, 2, 16, 700, 128
+    batch, kv_heads, head_dim, kv_len, block_n = 1 if padding else 2, 2, 16, 700, 128
     q = torch.randn(batch, kv_heads * group, q_len, head_dim)
     k, v = (torch.randn(batch, kv_heads, kv_len, head_dim) for _ in range(2))
     spec = Spec()
     given = Call.of((q, *KV(k, v).tensors, None, None, None), KV(k, v).form, spec, True)
     num_packs, num_blocks = kv_heads * -(-group // pack), -(-q_len * pack // BLOCK_M)
     order = (num_blocks, num_packs, batch * num_packs, section, whole)
-    cut = num_blocks * num_packs * batch - whole
+    ints = [kv_len - q_len, 0, kv_len, NO_WINDOW, CAUSAL + (padding << PADDING), 0]
+    given_splits, live_blocks = splits, _as_python(plan.live_blocks, memory=ints)
+    live, splits = live_blocks(0, q_len, kv_len, BLOCK_M // pack, whole, splits, *order[:3])
+    assert (live < num_blocks) == (padding > 5) == (splits > given_splits)
+    cut = live * num_packs * batch - whole
     stats_start = cut * splits * BLOCK_M * head_dim
     workspace = torch.empty(stats_start + cut * splits * BLOCK_M * 2)
     acc, stats = workspace[:stats_start].view(-1, BLOCK_M, head_dim), workspace[stats_start:].view(-1, BLOCK_M, 2)
@@ -228,10 +248,10 @@ def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits
     scores = scores.masked_fill(~reference.visible(q_len, kv_len, q.device, None, True, None)[:, None], -math.inf)
     untouched, block_at = torch.ones(batch, kv_heads * group, q_len, dtype=torch.bool), _as_python(plan.block_at)
     for n in range(cut):
-        block, packed, row = block_at(whole + n, *order[:4])
+        block, packed, row = block_at(whole + n, live, *order[1:4])
         kv_head, first_head = packed // (num_packs // kv_heads), packed % (num_packs // kv_heads) * pack
         last_query = min((block * BLOCK_M + BLOCK_M - 1) // pack, q_len - 1)
-        tiles = -(-(kv_len - q_len + last_query + 1) // block_n)
+        tiles = -(-(kv_len - q_len + min(last_query, q_len - padding - 1) + 1) // block_n)
         shares = min(splits, tiles)
         for share in range(shares):
             keys = slice(share * tiles // shares * block_n, (share + 1) * tiles // shares * block_n)
@@ -245,8 +265,10 @@ def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits
             acc[share * cut + n, local] = p @ v[row, kv_head, keys]
             stats[share * cut + n, local] = torch.stack((m, p.sum(-1)), -1)
             untouched[row, head, query] = False
-    merge_shares(given, pack, order, splits, BLOCK_M, block_n, 1, stats_start)(out, lse, workspace, no_spans(q.device, True), q)
-    assert bool(whole) == bool(untouched.any()) and out[untouched].isnan().all() and lse[untouched].isnan().all()
+    spans = torch.tensor(ints, dtype=torch.int32).view(1, 1, 1, -1)
+    merge_shares(given, pack, order, given_splits, BLOCK_M, block_n, 1, stats_start)(out, lse, workspace, spans, q)
+    assert bool(whole or live < num_blocks) == bool(untouched.any()) and out[untouched].isnan().all() and lse[untouched].isnan().all()
+    untouched[..., q_len - padding :] = True  # what padding in a block with other queries gets is not defined
     torch.testing.assert_close(out[~untouched], want[~untouched])
     torch.testing.assert_close(lse[~untouched], want_lse[~untouched])
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ...spans import WORDS
 from .pipe import CONSUMERS
-from .plan import block_and_share, block_at, narrowed, row_bounds, row_spans, share_of, tiles_of
+from .plan import block_and_share, block_at, live_blocks, narrowed, row_bounds, row_spans, share_of, tiles_of
 
 BLOCK_M = 64 * CONSUMERS
 
@@ -27,10 +27,19 @@ def item_of(
     num_blocks = (q_len + QUERIES - 1) // QUERIES
     share_index = 0
     slot = -1
+    before = 0
     if C.split:
-        cut = num_blocks * total_packs - whole
-        index, share_index, splits, slot = block_and_share(index, whole, cut, num_items)
+        splits = (num_items - whole) // gl.maximum(num_blocks * total_packs - whole, 1)
+        live, splits = live_blocks(Spans, q_len, kv_len, QUERIES, whole, splits, num_blocks, num_packs, total_packs)
+        num_cut = live * total_packs - whole
+        is_padding = index >= whole + num_cut * splits
+        index, share_index, splits, slot = block_and_share(index, whole, num_cut, splits)
+        padded = num_blocks - live
+        index = gl.minimum(index, gl.where(is_padding, padded * total_packs, num_blocks * total_packs) - 1)  # some repeat the last
+        before = gl.where(is_padding, live, 0)
+        num_blocks = gl.where(is_padding, padded, live)
     block, pack, row = block_at(index, num_blocks, num_packs, total_packs, section)
+    block += before
     packs_each = (group + C.pack - 1) // C.pack
     kv_head = pack // packs_each
     group_head = (pack - kv_head * packs_each) * C.pack

@@ -17,7 +17,7 @@ from ...host.launch import Launch
 from ...host.overlap import early, let_next_begin, wait_for_inputs
 from ..plan import Call
 from ..schedule import seen_keys, tiles_of
-from .order import block_at
+from .order import block_at, live_blocks
 
 
 @triton.jit(
@@ -39,15 +39,19 @@ def merge_shares_kernel(
 
     log_pack: log2 of the number of heads in a pack. It follows from the number of queries: as a constant it would make variants.
     """
-    first_row, which, blocks = tl.program_id(0) * ROWS, tl.program_id(1), tl.num_programs(1)
+    first_row, which = tl.program_id(0) * ROWS, tl.program_id(1)
     pack_heads, queries = 1 << log_pack, BLOCK_M >> log_pack
-    block, pack, row = block_at(whole + which, num_blocks, num_packs, total_packs, section)
-    first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
     # The spans may be read before the wait: they were written before the previous launch, which did not begin early.
+    live, splits = live_blocks(Spans, q_len, kv_len, queries, whole, splits, num_blocks, num_packs, total_packs)
+    blocks = live * total_packs - whole
+    block, pack, row = block_at(whole + tl.minimum(which, blocks - 1), live, num_packs, total_packs, section)
+    first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
     lo, hi = seen_keys(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C, MAY_PAD=True)
     tiles = tiles_of(lo // ALIGN * ALIGN, hi, C)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
+    if which >= blocks:  # a block of padding
+        return
     step, left = blocks * BLOCK_M, (q_len << log_pack) - block * BLOCK_M - first_row
     offs_v, acc, m, l = merge_rows(
         Workspace, stats_start, which * BLOCK_M + first_row, step, step, 1, tl.minimum(splits, tiles), left, ROWS, CHUNK, C

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...spans import FLAGS, PADDING
+from ..schedule import MIN_SPLIT
+
 
 @triton.jit
 def block_at(index, num_blocks, num_packs, total_packs, section):
@@ -18,3 +21,25 @@ def block_at(index, num_blocks, num_packs, total_packs, section):
     flat = which * section + rest - step * width
     row = flat // num_packs
     return num_blocks - 1 - step, flat - row * num_packs, row
+
+
+@triton.jit
+def live_blocks(
+    Spans, q_len, kv_len, queries, whole, splits, num_blocks, num_packs, total_packs,
+    FLAGS: tl.constexpr = FLAGS,
+    PADDING: tl.constexpr = PADDING,
+    MIN_SPLIT: tl.constexpr = MIN_SPLIT,
+):  # fmt: skip
+    """(blocks of a pack without those of padding alone, shares of each block), if each has `splits` shares with the padding.
+
+    Programs that would compute padding compute more shares of the other blocks, if there is one batch row and all blocks have
+    shares; in other launches padding counts as other queries do. queries: of a block.
+    """
+    live = num_blocks
+    if (whole == 0) & (num_packs == total_packs):
+        padding = tl.load(Spans + FLAGS, cache_modifier=".cg") >> PADDING
+        live = tl.maximum((q_len - padding + queries - 1) // queries, 1)
+        if live < num_blocks:  # each of the others is one item
+            most = (num_blocks * (splits - 1) + live) // live
+            splits = tl.maximum(tl.minimum(most, kv_len // MIN_SPLIT), splits)
+    return live, splits

@@ -4,7 +4,8 @@ A pack is the heads of a KV head whose rows share a block; an item is a block of
 pack by pack inside sections of packs whose K and V fit the L2 cache together. Within an item the tiles that need a mask
 (diagonal, tail, window edge) come first, from the last keys to the first; those that every row sees completely come last, in a
 loop without a mask. With shares, the last blocks of the order are not items themselves: each of their shares is one. These items
-come last, and shares of the same part of the keys are consecutive, so that they find K and V in the L2 cache.
+come last, and shares of the same part of the keys are consecutive, so that they find K and V in the L2 cache. Blocks of padding
+alone, whose result is not defined, come after them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from . import order
 
 # These are defined once for all kernels, and compiled here as Gluon.
 block_at = gluon.jit(order.block_at.fn)
+live_blocks = gluon.jit(order.live_blocks.fn)
 load_spans = gluon.jit(visibility.load_spans.fn)
 row_bounds = gluon.jit(visibility.row_bounds.fn)
 block_bounds = gluon.jit(visibility.block_bounds.fn)
@@ -64,17 +66,18 @@ def tiles_of(
 
 
 @gluon.jit
-def block_and_share(index, whole, num_cut, num_items):
+def block_and_share(index, whole, num_cut, splits):
     """(place of its block in the order, index of its share, shares of the block, slot or -1) of one item.
 
-    The first `whole` blocks have one share and no slot; the others, num_cut of them, have equally many, whose slots are num_cut
-    apart.
+    The first `whole` blocks have one share and no slot; the others, num_cut of them, have `splits`, whose slots are num_cut apart.
+    The items after them are blocks of padding alone, and have the places from 0 on among such blocks.
     """
     num_cut = gl.maximum(num_cut, 1)
     slot = gl.maximum(index - whole, 0)
     share = slot // num_cut
-    block = gl.minimum(index, whole + slot - share * num_cut)
-    return block, share, gl.where(index < whole, 1, (num_items - whole) // num_cut), gl.where(index < whole, -1, slot)
+    is_share = (index >= whole) & (share < splits)
+    place = gl.where(is_share, whole + slot - share * num_cut, gl.where(index < whole, index, slot - splits * num_cut))
+    return place, gl.where(is_share, share, 0), gl.where(is_share, splits, 1), gl.where(is_share, slot, -1)
 
 
 @gluon.jit
