@@ -20,6 +20,7 @@ from hf_fastattn import registry
 from hf_fastattn.caches.paged import PagedStorage
 from hf_fastattn.kernels import paged, reference
 from hf_fastattn.kernels.decode.append import append
+from hf_fastattn.kernels.host import tables
 from hf_fastattn.kernels.spans import CAUSAL, width_of
 from hf_fastattn.kernels.spec import KV, Spec, call
 
@@ -90,6 +91,26 @@ CASES = [
 @pytest.mark.parametrize("case", slow_unless(lambda case: len(case.lengths) < 99, CASES), ids=lambda case: case.id)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_pages(kernel, case, device, monkeypatch):
+    assert_right(kernel, case, device, monkeypatch)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the tables of a GPU have such tiles")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(16, 1, (70, 37, 0, 64, 130)),
+        Case(32, 1, (300, 65), options={"window": 90}, logits=True),
+        *(Case(size, 5, (130, 70, 3), options={"window": 70, "sinks": 20}) for size in (16, 64)),
+    ],
+    ids=lambda case: case.id,
+)
+@pytest.mark.parametrize("name", ["lean", "split_kv"])
+def test_tiles_of_several_pages(name, case, device, monkeypatch):
+    monkeypatch.setattr(tables, "_launch", lambda *_: tables.Config(16, 64, 4, 1, 2))
+    assert_right(next(kernel for kernel in KERNELS if kernel.name == name), case, device, monkeypatch)
+
+
+def assert_right(kernel, case, device, monkeypatch):
     torch.manual_seed(0)
     heads, dim, value_dim, batch = (1, 16, 16, 200) if len(case.lengths) > 99 else (2, 32, 24, len(case.lengths))
     q = torch.randn(batch, heads * case.group, case.q_len, dim, device=device)

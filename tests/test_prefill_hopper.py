@@ -30,7 +30,7 @@ from hf_fastattn.kernels.attention.prefill_hopper.merge import merge_shares  # n
 from hf_fastattn.kernels.attention.prefill_hopper.pipe import CONSUMERS, FIRST_TURN  # noqa: E402
 from hf_fastattn.kernels.attention.schedule import pack_of  # noqa: E402
 from hf_fastattn.kernels.host import gpu  # noqa: E402
-from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, PADDING, no_spans, segments, with_rows  # noqa: E402
+from hf_fastattn.kernels.spans import CAUSAL, NO_WINDOW, PADDING, build_spans, segments, with_rows  # noqa: E402
 from hf_fastattn.kernels.spec import KV, Spec, call  # noqa: E402
 
 WHOLE = (64, 128, 256)  # heads that fill their buffers and are multiplied in one part
@@ -218,7 +218,13 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
 @pytest.mark.parametrize(
     "q_len, group, pack, whole, splits, section, padding",
     [
-        *((17, 4, 4, 0, 3, 4, 0), (130, 2, 1, 11, 2, 2, 0), (70, 3, 2, 13, 7, 8, 0), (1, 71, 64, 1, 4, 2, 0), (20, 7, 8, 0, 3, 2, 0)),
+        *(
+            (17, 4, 4, 0, 3, 4, 0),
+            (130, 2, 1, 11, 2, 2, 0),
+            (70, 3, 2, 13, 7, 8, 0),
+            (1, 71, 64, 1, 4, 2, 0),
+            (20, 7, 8, 0, 3, 2, 0),
+        ),
         *((130, 2, 1, 0, 2, 1, 100), (70, 3, 2, 0, 3, 4, 66), (31, 7, 8, 0, 2, 2, 5)),
     ],
 )
@@ -267,7 +273,11 @@ def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits
             untouched[row, head, query] = False
     spans = torch.tensor(ints, dtype=torch.int32).view(1, 1, 1, -1)
     merge_shares(given, pack, order, given_splits, BLOCK_M, block_n, 1, stats_start)(out, lse, workspace, spans, q)
-    assert bool(whole or live < num_blocks) == bool(untouched.any()) and out[untouched].isnan().all() and lse[untouched].isnan().all()
+    assert (
+        bool(whole or live < num_blocks) == bool(untouched.any())
+        and out[untouched].isnan().all()
+        and lse[untouched].isnan().all()
+    )
     untouched[..., q_len - padding :] = True  # what padding in a block with other queries gets is not defined
     torch.testing.assert_close(out[~untouched], want[~untouched])
     torch.testing.assert_close(lse[~untouched], want_lse[~untouched])
@@ -485,6 +495,25 @@ def test_results_of_shares_are_correct(case, whole, splits, monkeypatch):
     monkeypatch.setattr(hopper, "_prepare", hopper._prepare.__wrapped__)
     assert_right(case, partial(hopper.prefill, shares=True))
     assert launches
+
+
+@on_hopper
+@pytest.mark.parametrize("live", [1, 8, 31, 33, 100, 128])
+@pytest.mark.parametrize("heads, head_dim, window", [(32, 128, None), (8, 64, None), (24, 128, 500), (16, 256, None)])
+def test_results_of_a_padded_step_are_correct(heads, head_dim, window, live):
+    """Programs of padding compute shares of the live queries; NaN is behind these."""
+    q_len, past, capacity = 128, 3000, 5000
+    q = torch.randn(1, heads, q_len, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 8, capacity, head_dim, device="cuda", dtype=torch.bfloat16)
+    k[:, :, past + live :] = v[:, :, past + live :] = float("nan")
+    number = torch.tensor([live], device="cuda")
+    spans = build_spans(1, q_len, capacity, q.device, q_offset=past, window=window, live=number)
+    kernel, spec = partial(hopper.prefill, shares=True, return_lse=True), Spec(window=window)
+    assert hopper.splits_of(q, KV(k, v), spec, pack_of(q_len, heads // 8), hopper.columns(head_dim))[0] == 0
+    out, lse = (x[:, :, :live] for x in kernel(q, KV(k, v), spec, spans))
+    seen = oracle.visible_from_spans(spans, q_len, capacity, causal=True)[:, :live]
+    expected = oracle.attention(q[:, :, :live], k, v, seen)
+    tolerance.assert_attention((out, lse), expected, q[:, :, :live], k, v, spans, seen, {"window": window}, "padded")
 
 
 @on_hopper

@@ -27,7 +27,7 @@ from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.constants import Output
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.tile import aligned_strides, head_of
+from ..device.tile import aligned_strides, begin_of, head_of
 from ..device.visibility import key_bounds, packed_rows
 from ..host import gpu, launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -115,8 +115,9 @@ def lean_kernel(
         start, stop = tile_start, tile_stop
         if not C.FEW_ROWS:  # only tiles with keys that this block sees
             kv_head //= heads // kv_heads
-            start = tl.minimum(tl.maximum(start, (bounds[2] - lo) // BLOCK_N), stop)
-            stop = tl.maximum(tl.minimum(stop, (bounds[3] - lo + BLOCK_N - 1) // BLOCK_N), start)
+            begin = begin_of(lo, C)
+            start = tl.minimum(tl.maximum(start, (bounds[2] - begin) // BLOCK_N), stop)
+            stop = tl.maximum(tl.minimum(stop, (bounds[3] - begin + BLOCK_N - 1) // BLOCK_N), start)
             stop = tl.where(bounds[2] < bounds[3], stop, start)  # none past the last block, or of padding
         kv_head_64 = kv_head.to(tl.int64)
         indices = (row, kv_head_64, kv_heads, kv_len)

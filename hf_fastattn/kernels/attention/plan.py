@@ -9,6 +9,7 @@ import torch
 
 from .. import checks
 from ..device.constants import Constants
+from ..device.dropout import GROUP
 from ..device.tile import load_plain
 from ..dropout import keep_scale, threshold
 from ..host import launch, tables
@@ -119,13 +120,16 @@ class Call:
     def block_dv(self) -> int:
         return max(tables.block_d(self.value_dim), LEAST * self.form.parts)
 
-    def output(self, BLOCK_N: int = 0) -> dict[str, Any]:
-        """The fields of `Output`."""
+    def output(self, BLOCK_N: int = 0, align: int | None = None) -> dict[str, Any]:
+        """The fields of `Output`. align: TILE_ALIGN; None for that of tiles of BLOCK_N keys."""
+        if align is None:
+            align = GROUP if self.spec.dropout else max(BLOCK_N, 1) if self.form.paged else 1
         return {
             "GROUP": self.group,
             "VALUE_DIM": self.value_dim,
             "BLOCK_DV": self.block_dv,
             "BLOCK_N": BLOCK_N,
+            "TILE_ALIGN": align,
             "HAS_SINK_LOGITS": self.tensors[-2] is not None,
             "WRITE_LSE": self.return_lse,
             "SINKS": self.spec.sinks,

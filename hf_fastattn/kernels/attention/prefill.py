@@ -21,9 +21,8 @@ import triton.language as tl
 from .. import checks
 from ..decode.rotate import rotate
 from ..device.attend import attend
-from ..device.dropout import aligned
 from ..device.online import finalize
-from ..device.tile import aligned_strides, head_of
+from ..device.tile import aligned_strides, begin_of, head_of
 from ..device.visibility import key_bounds
 from ..host import launch, tables
 from ..spans import no_spans
@@ -70,13 +69,11 @@ def prefill_kernel(
     k_base, v_base = head_of(K, k_strides, indices, FORM), head_of(V, v_strides, indices, FORM)
     kv = (k_base, v_base, k_strides, v_strides, indices, (Scales, Centre, Pages))
     dropout = None
-    first_key = bounds[2]
     if C.DROPOUT:
         dropout = ((tl.load(Seed), drop_below, keep_scale), tl.program_id(2) * num_heads + head, offs_m)
-        first_key = aligned(first_key)
     acc, m, l = attend(
         (Q, row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm),
-        kv, span_ptr, bounds, (0, tl.cdiv(bounds[3] - first_key, C.BLOCK_N)), (scale_log2, cap_log2),
+        kv, span_ptr, bounds, (0, tl.cdiv(bounds[3] - begin_of(bounds[2], C), C.BLOCK_N)), (scale_log2, cap_log2),
         (QSinks, sink_lo, sink_hi, True, 0, 0), C, FORM, dropout,
     )  # fmt: skip
     if C.DROPOUT:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device.tile import begin_of
 from ..device.visibility import block_bounds, load_spans
 from ..host import gpu, tables
 from ..spec import KV, Spec
@@ -59,7 +60,7 @@ def seen_keys(
 @triton.jit
 def tiles_of(lo, hi, C: tl.constexpr):
     """Tiles of the keys [lo, hi); at least one, for sinks."""
-    return tl.maximum((hi - lo + C.BLOCK_N - 1) // C.BLOCK_N, 1)
+    return tl.maximum((hi - begin_of(lo, C) + C.BLOCK_N - 1) // C.BLOCK_N, 1)
 
 
 @triton.jit

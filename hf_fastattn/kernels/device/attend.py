@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from .dropout import aligned, kept
+from .dropout import kept
 from .online import masked_step, scores_of, shifted, softmax_step
 from .rerotate import partners, rerotate
-from .tile import load_tile, queries_of
+from .tile import begin_of, live_slots, load_tile, queries_of
 from .wide import SINK_BLOCK, attend_wide
 
 
@@ -21,7 +21,8 @@ def attend(
     base 2; (0, -inf, 0) for a row that sees no key.
 
     queries: (Q, q_rows [BLOCK_M], the offset of each row). kv: (k_base, v_base, k_strides, v_strides, indices, extra), as in
-    `tile.load_plain`. bounds: see `visibility.key_bounds`. tiles: (tile_start, tile_stop); tile t begins at key lo + t * BLOCK_N.
+    `tile.load_plain`. bounds: see `visibility.key_bounds`. tiles: (tile_start, tile_stop); tile t begins at
+    `begin_of(lo)` + t * BLOCK_N.
     scales: (scale_log2, cap_log2). sinks: (SinkQuery, sink_lo, sink_hi [BLOCK_M], takes_sinks, positions [BLOCK_M or 1],
     last_position).
 
@@ -30,7 +31,7 @@ def attend(
     from `positions` (counted from sink_lo) to at most `last_position` with the frequencies at SinkQuery (see `rerotate`).
 
     dropout: (arguments of `dropout.kept`, place, queries [BLOCK_M]) with DROPOUT, for heads of at most BLOCK_D dimensions and
-    without sinks. Tiles then begin at `aligned(lo)` instead of lo. The caller scales acc.
+    without sinks. The caller scales acc.
     """
     if C.HEAD_DIM > C.BLOCK_D:
         return attend_wide(queries, kv, span_ptr, bounds, tiles, scales, sinks, C, FORM)
@@ -51,7 +52,7 @@ def _attend(
     Tiles that are fully visible to every row run in a loop without a mask. The others (window edge, diagonal, tail; all tiles if
     the row has holes) run in a second loop with a mask. With FULL_TAIL a tail with the same end for all rows runs in the first
     loop, as a full tile that ends at the last key and skips the keys of the tile before: if memory is the limit, the start of a
-    loop costs more than a tile.
+    loop costs more than a tile. Tiles of pages, which cannot move, then have a mask of scores, for the first tile too.
     """
     Q, q_rows = queries
     row_lo, row_hi, lo, hi, full_lo, full_hi, holes = bounds
@@ -79,8 +80,12 @@ def _attend(
         # registers meanwhile.
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
-        sink_mask = (sink_lo + offs_s < sinks_stop)[:, None]
-        k_sinks, v_sinks = load_tile(kv, sink_lo, offs_s, sink_mask, dims, FORM)
+        sinks_begin, num_sinks = sink_lo, tl.cdiv(SINKS, SINK_BLOCK)
+        if FORM.paged:  # a tile is within one page
+            sinks_begin = sink_lo // SINK_BLOCK * SINK_BLOCK
+            num_sinks = tl.cdiv(sinks_stop - sinks_begin, SINK_BLOCK)
+        sink_mask = live_slots(sinks_begin + offs_s, sink_lo, sinks_stop, C)[:, None]
+        k_sinks, v_sinks = load_tile(kv, sinks_begin, offs_s, sink_mask, dims, (sink_lo, sinks_stop), FORM)
         if PAIRS:
             partner, pair, is_first = partners(offs_d, PAIRS, C.INTERLEAVED)
             rotated = offs_d < tl.where(sinks_stop > sink_lo, 2 * PAIRS, 0)
@@ -97,23 +102,33 @@ def _attend(
 
     if C.DROPOUT:
         numbers, place, queries = dropout
-        first_live, lo = lo, aligned(lo)
+    first_live, lo = lo, begin_of(lo, C)
+    live = (first_live, hi)
+    MASKED_TAIL: tl.constexpr = C.FULL_TAIL and FORM.paged
 
-    # Tiles [full_start, full_stop) need no mask.
+    # Tiles [full_start, full_stop) need no mask, or with MASKED_TAIL one that is the same for all rows.
+    if MASKED_TAIL:
+        full_lo = tl.where(full_lo == first_live, lo, full_lo)
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
     full_keys = tl.maximum(full_hi - lo, 0)
     if C.FULL_TAIL:
-        full_keys += tl.where((full_hi == hi) & (hi - lo >= BLOCK_N), BLOCK_N - 1, 0)
+        least: tl.constexpr = 1 if MASKED_TAIL else BLOCK_N  # a tile that moves needs as many keys
+        full_keys += tl.where((full_hi == hi) & (hi - first_live >= least), BLOCK_N - 1, 0)
     full_stop = tl.where(holes, full_start, tl.minimum(full_keys // BLOCK_N, tile_stop))
     full_stop = tl.maximum(full_stop, full_start)
 
     for tile in tl.range(full_start, full_stop):
         first = lo + tile * BLOCK_N
-        overlap = first - tl.minimum(first, hi - BLOCK_N) if C.FULL_TAIL else 0
-        k, v = load_tile(kv, first - overlap, offs_n, None, full_dims, FORM)
-        s = scores_of(q, k, scales[1], C, FORM)
-        if C.FULL_TAIL:
-            s = tl.where((offs_n >= overlap)[None, :], s, float("-inf"))
+        if MASKED_TAIL:
+            k, v = load_tile(kv, first, offs_n, None, full_dims, live, FORM)
+            is_live = live_slots(first + offs_n, first_live, hi, C)[None, :]
+            s = tl.where(is_live, scores_of(q, k, scales[1], C, FORM), float("-inf"))
+        else:
+            overlap = first - tl.minimum(first, hi - BLOCK_N) if C.FULL_TAIL else 0
+            k, v = load_tile(kv, first - overlap, offs_n, None, full_dims, live, FORM)
+            s = scores_of(q, k, scales[1], C, FORM)
+            if C.FULL_TAIL:
+                s = tl.where((offs_n >= overlap)[None, :], s, float("-inf"))
         is_kept = None
         if C.DROPOUT:
             is_kept = kept(numbers, place, queries, first, BLOCK_N)
@@ -125,12 +140,11 @@ def _attend(
         for i in tl.range(0, n_before + tile_stop - full_stop):
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
             first = lo + tile * BLOCK_N
-            kv_mask = (first + offs_n < hi)[:, None]
+            kv_mask = live_slots(first + offs_n, first_live, hi, C)[:, None]
             is_kept = None
             if C.DROPOUT:
-                kv_mask = kv_mask & (first + offs_n >= first_live)[:, None]
                 is_kept = kept(numbers, place, queries, first, BLOCK_N)
-            k, v = load_tile(kv, first, offs_n, kv_mask, dims, FORM)
+            k, v = load_tile(kv, first, offs_n, kv_mask, dims, live, FORM)
             s = scores_of(q, k, scales[1], C, FORM)
             acc, m, l = masked_step(s, v, first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C, FORM, is_kept)
 
@@ -145,11 +159,11 @@ def _attend(
             q = queries_of(q_sinks, kv, scales[0], HEAD_DIM, FORM)
             words_stop = tl.where(holes, sinks_stop, sink_lo)
             first_slot = tl.zeros_like(sink_hi)
-            for i in tl.range(0, tl.cdiv(SINKS, SINK_BLOCK), num_stages=1):
-                first = sink_lo + i * SINK_BLOCK
+            for i in tl.range(0, num_sinks, num_stages=1):
+                first = sinks_begin + i * SINK_BLOCK
                 if i > 0:
                     further = (first + offs_s < sinks_stop)[:, None]
-                    k_sinks, v_sinks = load_tile(kv, first, offs_s, further, dims, FORM)
+                    k_sinks, v_sinks = load_tile(kv, first, offs_s, further, dims, (sink_lo, sinks_stop), FORM)
                 s = scores_of(q, k_sinks, scales[1], C, FORM)
                 acc, m, l = masked_step(s, v_sinks, first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C, FORM)
     m = shifted(m, q, C, FORM)

@@ -10,14 +10,15 @@ class Output:
     """What a merge of partial results reads of `Constants`: other differences between kernels make no variants of their merge.
 
     GROUP: query heads per KV head. VALUE_DIM: dimensions of values; BLOCK_DV: rounded up to a power of two. BLOCK_N: keys of a
-    tile, 0 for a merge that does not count tiles. SINKS: number of first tokens that are visible whatever the window. IS_CAUSAL:
-    see `visibility.load_spans`.
+    tile, 0 for a merge that does not count tiles; TILE_ALIGN: the first tile begins at a multiple of it (see `tile.begin_of`).
+    SINKS: number of first tokens that are visible whatever the window. IS_CAUSAL: see `visibility.load_spans`.
     """
 
     GROUP: int
     VALUE_DIM: int
     BLOCK_DV: int
     BLOCK_N: int
+    TILE_ALIGN: int
     HAS_SINK_LOGITS: bool
     WRITE_LSE: bool
     SINKS: int

@@ -27,19 +27,23 @@ def page_at(ptr, INTERPRETED: tl.constexpr = INTERPRETED):
 
 @triton.jit
 def load(base, strides, first, offs_n, offs_d, mask, indices, extra, PAGE: tl.constexpr):
-    """`tile.load_plain` from pages. A tile of at most PAGE slots lies in one page or in two, whatever its first slot."""
+    """`tile.load_plain` from pages. `first` is a multiple of the size of the tile, or the tile within one page.
+
+    So the pages of a tile are found by the place of a slot in it. Slots outside of the live ones are read as the nearest of
+    these: no mask is needed against NaN, which takes more instructions for each slot.
+    """
     row, _, _, kv_len = indices
-    table = extra[2] + row * (kv_len // PAGE)
-    if offs_n.shape[0] <= PAGE:
-        # Tiles may begin before slot 0 or end after the last; slots outside are masked, and their page is any.
-        this = tl.maximum(first, 0) // PAGE
-        next = tl.minimum(tl.maximum(first + (offs_n.shape[0] - 1), 0), kv_len - 1) // PAGE
-        this = tl.minimum(this, next)
-        pages = tl.where(first + offs_n < (this + 1) * PAGE, page_at(table + this), page_at(table + next))
+    lo, last = extra[3], extra[4]
+    table, page = extra[2] + row * (kv_len // PAGE), tl.minimum(tl.maximum(first // PAGE, lo // PAGE), last // PAGE)
+    slots, in_tile = tl.minimum(tl.maximum(offs_n, lo - first), last - first), tl.arange(0, offs_n.shape[0])
+    pages = page_at(table + page)
+    if offs_n.shape[0] > PAGE:
+        for i in tl.static_range(1, offs_n.shape[0] // PAGE):
+            following = tl.minimum(tl.maximum(first // PAGE + i, lo // PAGE), last // PAGE)
+            pages = tl.where(in_tile < i * PAGE, pages, page_at(table + following))
+        ptrs = (base + pages * strides[0])[:, None] + ((slots & (PAGE - 1))[:, None] * strides[2] + offs_d[None, :])
     else:
-        slots = tl.minimum(tl.maximum(first + offs_n, 0), kv_len - 1)
-        pages = page_at(table + slots // PAGE)
-    ptrs = base + (pages * strides[0] + ((first + offs_n) & (PAGE - 1)) * strides[2])[:, None] + offs_d[None, :]
+        ptrs = base + (pages * strides[0] + (first - page * PAGE) * strides[2]) + (slots[:, None] * strides[2] + offs_d[None, :])
     if mask is None:
         return tl.load(ptrs)
     else:

@@ -45,12 +45,40 @@ def head_of(base, strides, indices, FORM: tl.constexpr):
 
 
 @triton.jit
+def begin_of(lo, C: tl.constexpr):
+    """The slot at which the first tile begins, of those that contain the keys from `lo` on.
+
+    Tiles of pages begin at multiples of their size: the compiler then knows which of their slots are in one page. With dropout
+    they begin where a group of random numbers does.
+    """
+    if C.TILE_ALIGN > 1:
+        lo = lo // C.TILE_ALIGN * C.TILE_ALIGN
+    return lo
+
+
+@triton.jit
+def live_slots(slots, lo, hi, C: tl.constexpr):
+    """Which slots of a tile are in [lo, hi): the first tile may begin before lo, see `begin_of`."""
+    found = slots < hi
+    if C.TILE_ALIGN > 1:
+        found = found & (slots >= lo)
+    return found
+
+
+@triton.jit
+def ends_of(lo, hi, kv_len):
+    """The first and the last of the slots [lo, hi), for `load_plain`; a slot of the buffer if there are none."""
+    last = tl.minimum(tl.maximum(hi - 1, lo), kv_len - 1)
+    return tl.minimum(lo, last), last
+
+
+@triton.jit
 def load_plain(base, strides, first, offs_n, offs_d, mask, indices, extra):
     """Load the slots first + offs_n and dimensions offs_d of one KV head, [slots, dimensions] in the queries' dtype.
 
     base: the result of `head_of`. strides: elements between two rows (pages), heads and slots. mask: 0 is returned outside of it;
     None: no mask. indices: (batch row, KV head, num_kv_heads, kv_len). extra: (Scales, Centre, Pages), the further tensors of a
-    form, None here.
+    form, None here; with pages then the two `ends_of` the live slots.
     """
     ptrs = base + first.to(tl.int64) * strides[2] + (offs_n[:, None] * strides[2] + offs_d[None, :])
     if mask is None:
@@ -60,15 +88,19 @@ def load_plain(base, strides, first, offs_n, offs_d, mask, indices, extra):
 
 
 @triton.jit
-def load_tile(kv, first, offs_n, slot_mask, dims, FORM: tl.constexpr):
+def load_tile(kv, first, offs_n, slot_mask, dims, live, FORM: tl.constexpr):
     """(k, v) of the slots first + offs_n: the parts of a tile. With `FORM.weights`, then factor and shift in k, inverse in v.
 
     kv: see `attend`. slot_mask: [slots, 1] or None. dims: (offs_d, their mask or None, offs_v, their mask or None), of one part.
+    live: (lo, hi), outside of which slots are not read from pages.
     """
     k_base, v_base, k_strides, v_strides, indices, extra = kv
+    if FORM.paged:
+        extra += ends_of(live[0], live[1], indices[3])
     offs_d, d_mask, offs_v, v_mask = dims
     if slot_mask is not None:
-        d_mask, v_mask = slot_mask & d_mask, slot_mask & v_mask
+        d_mask = slot_mask if d_mask is None else slot_mask & d_mask
+        v_mask = slot_mask if v_mask is None else slot_mask & v_mask
     k = FORM.load_k(k_base, k_strides, first, offs_n, offs_d, d_mask, indices, extra)
     v = FORM.load_v(v_base, v_strides, first, offs_n, offs_v, v_mask, indices, extra)
     if FORM.parts == 1:

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .online import masked_step, scaled
 from .rerotate import partners, rerotate
+from .tile import begin_of, ends_of, live_slots
 
 SINK_BLOCK = 16  # slots in a tile of sinks, the smallest size for tl.dot
 
@@ -49,7 +50,7 @@ def attend_wide(
 ):  # fmt: skip
     """`attend.attend` for wide heads."""
     Q, q_rows = queries
-    _, v_base, _, v_strides, indices, extra = kv
+    k_base, v_base, k_strides, v_strides, indices, extra = kv
     row_lo, row_hi, lo, hi, _, _, holes = bounds
     tile_start, tile_stop = tiles
     SinkQuery, sink_lo, sink_hi, takes_sinks, positions, last_position = sinks
@@ -65,11 +66,14 @@ def attend_wide(
     acc = (tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),)
 
     words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
+    begin = begin_of(lo, C)
+    if FORM.paged:
+        kv = (k_base, v_base, k_strides, v_strides, indices, extra + ends_of(lo, hi, indices[3]))
     for tile in tl.range(tile_start, tile_stop):
-        first = lo + tile * BLOCK_N
-        slot_mask = (first + offs_n < hi)[:, None]
+        first = begin + tile * BLOCK_N
+        slot_mask = live_slots(first + offs_n, lo, hi, C)[:, None]
         s = _scores(Q, q_rows, kv, first, offs_n, slot_mask, scales, Q, 0, 0, False, C, FORM)
-        v = FORM.load_v(v_base, v_strides, first, offs_n, offs_v, slot_mask & v_mask, indices, extra)
+        v = FORM.load_v(v_base, v_strides, first, offs_n, offs_v, slot_mask & v_mask, indices, kv[5])
         acc, m, l = masked_step(s, (v,), first + offs_n, span_ptr, words_stop, row_lo, row_hi, acc, m, l, C, FORM)
 
     if C.SINKS:
@@ -77,9 +81,13 @@ def attend_wide(
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
         words_stop = tl.where(holes, sinks_stop, sink_lo)
         first_slot = tl.zeros_like(sink_hi)
-        for i in tl.range(0, tl.cdiv(sinks_stop - sink_lo, SINK_BLOCK)):
-            first = sink_lo + i * SINK_BLOCK
-            slot_mask = (first + offs_s < sinks_stop)[:, None]
+        begin = sink_lo
+        if FORM.paged:  # a tile is within one page
+            begin = sink_lo // SINK_BLOCK * SINK_BLOCK
+            kv = (k_base, v_base, k_strides, v_strides, indices, extra + ends_of(sink_lo, sinks_stop, indices[3]))
+        for i in tl.range(0, tl.cdiv(sinks_stop - begin, SINK_BLOCK)):
+            first = begin + i * SINK_BLOCK
+            slot_mask = live_slots(first + offs_s, sink_lo, sinks_stop, C)[:, None]
             if C.PAIRS:
                 s = _scores(
                     Q, q_rows, kv, first, offs_s, slot_mask, scales, SinkQuery, positions,
@@ -87,6 +95,6 @@ def attend_wide(
                 )  # fmt: skip
             else:
                 s = _scores(SinkQuery, q_rows, kv, first, offs_s, slot_mask, scales, Q, 0, 0, False, C, FORM)
-            v = FORM.load_v(v_base, v_strides, first, offs_s, offs_v, slot_mask & v_mask, indices, extra)
+            v = FORM.load_v(v_base, v_strides, first, offs_s, offs_v, slot_mask & v_mask, indices, kv[5])
             acc, m, l = masked_step(s, (v,), first + offs_s, span_ptr, words_stop, first_slot, sink_hi, acc, m, l, C, FORM)
     return acc[0], m, l

@@ -34,10 +34,9 @@ def item_of(
         num_cut = live * total_packs - whole
         is_padding = index >= whole + num_cut * splits
         index, share_index, splits, slot = block_and_share(index, whole, num_cut, splits)
-        padded = num_blocks - live
-        index = gl.minimum(index, gl.where(is_padding, padded * total_packs, num_blocks * total_packs) - 1)  # some repeat the last
         before = gl.where(is_padding, live, 0)
-        num_blocks = gl.where(is_padding, padded, live)
+        num_blocks = gl.where(is_padding, num_blocks - live, live)
+        index = gl.minimum(index, num_blocks * total_packs - 1)  # some repeat the last block of padding
     block, pack, row = block_at(index, num_blocks, num_packs, total_packs, section)
     block += before
     packs_each = (group + C.pack - 1) // C.pack

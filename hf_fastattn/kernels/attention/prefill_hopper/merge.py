@@ -33,7 +33,7 @@ def merge_shares_kernel(
     Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_sb, num_blocks, num_packs, total_packs, group, log_pack, section, whole, splits, q_len, kv_len, window, stats_start,
-    C: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n.
 
@@ -47,7 +47,7 @@ def merge_shares_kernel(
     block, pack, row = block_at(whole + tl.minimum(which, blocks - 1), live, num_packs, total_packs, section)
     first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
     lo, hi = seen_keys(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C, MAY_PAD=True)
-    tiles = tiles_of(lo // ALIGN * ALIGN, hi, C)
+    tiles = tiles_of(lo, hi, C)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     if which >= blocks:  # a block of padding
@@ -92,9 +92,8 @@ def merge_shares(
         kv_len=call.kv_len,
         window=call.window,
         stats_start=stats_start,
-        C=Output(**call.output(BLOCK_N)),
+        C=Output(**call.output(BLOCK_N, align)),
         BLOCK_M=BLOCK_M,
-        ALIGN=align,
         **merge_form,
         **early(call.q.device),
     )

@@ -69,8 +69,8 @@ def tiles_of(
 def block_and_share(index, whole, num_cut, splits):
     """(place of its block in the order, index of its share, shares of the block, slot or -1) of one item.
 
-    The first `whole` blocks have one share and no slot; the others, num_cut of them, have `splits`, whose slots are num_cut apart.
-    The items after them are blocks of padding alone, and have the places from 0 on among such blocks.
+    The first `whole` blocks have one share and no slot; the others, num_cut of them, have `splits`, whose slots are num_cut
+    apart. The items after them are blocks of padding alone, and have the places from 0 on among such blocks.
     """
     num_cut = gl.maximum(num_cut, 1)
     slot = gl.maximum(index - whole, 0)
