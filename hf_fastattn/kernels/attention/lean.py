@@ -215,7 +215,8 @@ def lean(
 def _prepare(tensors, form: Form, spec: Spec, return_lse: bool) -> Plan:
     call = Call.of(tensors, form, spec, return_lse)
     keys, heads = visible_keys(call.kv_len, call.q_len, spec), call.batch * call.num_kv_heads
-    config, fixed = choose(call.q.device, call.dtype, call.width, call.rows, heads, keys, call.uniform, spec.sinks > 0)
+    shape = (call.width, call.rows, heads, keys, call.uniform, spec.sinks > 0, call.page)
+    config, fixed = choose(call.q.device, call.dtype, *shape)
     return fixed_splits(call, config, None) if fixed else stream_k(call, config)
 
 

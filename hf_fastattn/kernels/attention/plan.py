@@ -9,9 +9,8 @@ import torch
 
 from .. import checks
 from ..device.constants import Constants
-from ..device.dropout import GROUP
 from ..device.tile import load_plain
-from ..dropout import keep_scale, threshold
+from ..dropout import GROUP, keep_scale, threshold
 from ..host import launch, tables
 from ..host.overlap import early
 from ..spans import has_rows, has_words, no_spans, width_of
@@ -79,6 +78,12 @@ class Call:
     def uniform(self) -> bool:
         """Whether the host knows that all rows of the batch have the same spans."""
         return self.spans is None or self.batch == 1 or self.spans.stride(0) == 0
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page of K and V; 0 if they are not in pages."""
+        k = self.tensors[1]
+        return k.shape[2] if self.form.paged and k is not None else 0
 
     @property
     def group(self) -> int:

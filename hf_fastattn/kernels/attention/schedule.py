@@ -281,11 +281,12 @@ def choose(
     kv_len: int,
     uniform: bool,
     sinks: bool = False,
+    page: int = 0,
 ) -> tuple[tables.Config, bool]:
     """(configuration of `lean`'s launch, whether it is one of fixed splits).
 
     rows, heads: as in `tables.decode`; kv_len: the most keys that a query sees; uniform: as in `Call.uniform`; sinks: as in
-    `tables.many_rows`.
+    `tables.many_rows`; page: as in `tables.fixed`.
     """
     config = brief(device, dtype, head_dim, rows, heads, kv_len)
     if config is not None:
@@ -293,7 +294,7 @@ def choose(
     if rows > tables.MAX_DECODE_ROWS:
         return tables.many_rows(device, dtype, head_dim, rows, sinks), False
     if uniform:
-        config = tables.fixed(device, dtype, head_dim, rows, heads, kv_len)
+        config = tables.fixed(device, dtype, head_dim, rows, heads, kv_len, page)
         if shares_within_heads(device, config, heads, kv_len):
             return config, True
     return stream_k_config(device, dtype, head_dim, rows, heads, uniform), False

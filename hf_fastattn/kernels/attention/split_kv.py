@@ -143,7 +143,7 @@ def _prepare(tensors, form: Form, spec: Spec, return_lse: bool, splits: int | No
     # If `splits` is given, the tile size must not depend on the batch.
     heads = call.batch * call.num_kv_heads if splits is None else 1
     keys = visible_keys(call.kv_len, call.q_len, spec) if splits is None else None
-    config = tables.fixed(call.q.device, call.dtype, call.width, call.rows, heads, keys)
+    config = tables.fixed(call.q.device, call.dtype, call.width, call.rows, heads, keys, call.page)
     return fixed_splits(call, config, splits)
 
 

@@ -161,10 +161,12 @@ def decode(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, h
     return _launch("decode", gpu.arch(device), dtype.itemsize, block_d(head_dim), max(16, 1 << (rows - 1).bit_length()), load)
 
 
-def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int | None = None) -> Config:
+def fixed(
+    device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, heads: int, kv_len: int | None = None, page: int = 0
+) -> Config:
     """The launch of fixed splits, in which every program stays within one KV head; arguments as in `decode`.
 
-    kv_len: keys of a head; None if the launch must not depend on it.
+    kv_len: keys of a head; None if the launch must not depend on it. page: tokens of a page of K and V; 0: they are plain.
     """
     if gpu.arch(device) != 90 or dtype.itemsize != 2:
         return decode(device, dtype, head_dim, rows, heads)
@@ -177,6 +179,8 @@ def fixed(device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, he
             return replace(decode(device, dtype, head_dim, rows, heads), programs_per_sm=1)
     if size == 64 and 16 < rows <= 32:
         rows = 64  # as in `prefill_config`
+    if 0 < page < 64 and 8 * heads <= sms:  # one program waits for the numbers of pages while another one computes
+        return decode(device, dtype, head_dim, rows, None)
     config = decode(device, dtype, head_dim, rows, heads)
     return config if kv_len is None else one_per_sm(config, sms, head_dim, heads, kv_len)
 
