@@ -286,6 +286,17 @@ def test_sizes_are_captured_after_a_reply(llama, compared, monkeypatch):
     assert found[0] == {1, 128} and found[3] == {1, 128, 256} and captures == [2, 2, 2, 3, 3, 3, 3]
 
 
+def test_prompts_wait_for_no_capture_while_there_is_no_time_after_replies(llama, monkeypatch):
+    monkeypatch.setattr(policy, "SHARE", 1e-9)
+    with hf_fastattn.patch(llama) as patch:
+        for tokens in (100, 12, 200, 400):
+            ask(llama, tokens, max_new_tokens=4)
+            assert sizes(patch) == {1}  # of the steps of a call
+        patch._graphs.budget = 1e9
+        ask(llama, 100, max_new_tokens=4)
+        assert sizes(patch) > {1, 128} and not patch.reasons
+
+
 def test_warm_captures_all_sizes(llama, monkeypatch):
     monkeypatch.setattr(ahead, "warm_up", lambda *_: "")
     monkeypatch.setattr(warm.Recipe, "of", lambda *_, **__: None)

@@ -21,6 +21,7 @@ from ... import hf
 from ...attention.step import Unpackable
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
+from ..graphs import policy
 from ..graphs.entry import KEEP, Entry, Inputs, grows, unpaddable
 from ..graphs.graphs import DecodeGraphs, why_not_read
 from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_of_prompt, most_tokens, nearest, several, tokens_in
@@ -142,7 +143,7 @@ class Forwards:
             most, before = most_of_prompt(storage, rows, self.most), asked.get(nearest(tokens), 0)
             asked[nearest(tokens)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
-            options["later"] = storage is self.storage and graphs.budget > graphs.seconds and self.captures_later()
+            options["later"] = storage is self.storage and policy.SHARE > 0 and self.captures_later()
             size, wanted = choose(self.cost.over(storage), rows, tokens, tokens_in(cache), **options)
             if before >= 0 and storage is self.storage:
                 self.wanted |= wanted

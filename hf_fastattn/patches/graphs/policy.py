@@ -164,7 +164,7 @@ def choose(
 
     graphs: sizes of the graphs there are for it. asked: how many prompts of its nearest size came before. most: see
     `most_of_prompt`. own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
-    later: whether there is time to capture a graph after the reply; if not, this prompt waits for it.
+    later: whether a graph is captured after this reply or a later one, when there is time; if not, this prompt waits for it.
     A graph is used if it costs no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the
     smallest one, which would have to be captured first.
     """
