@@ -322,6 +322,21 @@ def widths(result: dict) -> str:
     )
 
 
+def pages(result: dict) -> str:
+    sizes = [name for name in result["rows"][0]["us"] if name != "plain"]
+    means = [
+        f"{name} take {found['geometric_mean']:.2f} times as long with {kind} ({found['largest']:.2f} at most)"
+        for kind, each in result["summary"].items()
+        for name, found in each.items()
+    ]
+    columns = {f"{name} / plain": lambda row, name=name: figure(row[name], 2) for name in sizes}
+    text = microseconds(result["rows"], {name: name for name in ("plain", *sizes)}, columns)
+    return (
+        f"**K and V in pages in random order, microseconds per call** {by_method(result)}. In geometric mean {'; '.join(means)}:"
+        f"\n\n{text}"
+    )
+
+
 def window(result: dict) -> str:
     rows = [[row["shape"], figure(row["us"]["ours"]), figure(row["us"].get("flash_attention_2"))] for row in result["rows"]]
     return f"**Time of a sliding window, microseconds per call**, {same(result['rows'])} {by_method(result)}:\n\n" + table(
@@ -384,6 +399,8 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("ranks_glm4_h100", "ranks_glm4-9b_h100.json", partial(ranks, counts=())),
     ("generate_1b", "generate_1b.json", generate),
     ("session_1b", "session_1b.json", sections_steps.session),
+    ("first_tokens_1b", "first_tokens_1b.json", sections_steps.first_tokens),
+    ("first_tokens_8b", "first_tokens_8b.json", sections_steps.first_tokens),
     ("roofline", "roofline.json", sections_steps.roofline),
     ("stream", "stream.json", stream),
     ("perplexity", "streaming_perplexity.json", perplexity),
@@ -395,6 +412,7 @@ SECTIONS: list[tuple[str, str, Callable[[dict], str]]] = [
     ("ragged", "kernels_ragged.json", ragged),
     ("window", "kernels_window.json", window),
     ("host", "kernels_host.json", host),
+    ("pages", "kernels_pages.json", pages),
     ("prefill", "kernels_prefill.json", prefill),
     ("widths", "kernels_widths.json", widths),
     ("training", "kernels_training.json", training.lengths),

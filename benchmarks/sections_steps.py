@@ -243,6 +243,22 @@ def session(result: dict) -> str:
     )
 
 
+def first_tokens(result: dict) -> str:
+    lines = []
+    for row in result["rows"]:
+        stock, patched = row["stock"], row["patched"]
+        times = stock["first_token_s"]
+        slower = sum(ours > times[turn % len(times)] for turn, ours in enumerate(patched["first_token_s"]))
+        cells = [figure(each[name]) for name in ("median_ms", "p95_ms", "max_ms") for each in (stock, patched)]
+        turns = f"{slower} of {len(patched['first_token_s'])}"
+        lines.append([row["case"], *cells, turns, f"{sum(patched['before'])}, {sum(patched['after'])}"])
+    head = [f"{what}, {who}" for what in ("median", "95 %", "longest") for who in ("stock", "`patch()`")]
+    return (
+        f"**Milliseconds to the first token**, {model(result)} {by_method(result)}. Stock reads the chats once, `patch()` "
+        "twice:\n\n" + table(["case", *head, "turns slower than stock's", "captures before, after"], lines)
+    )
+
+
 def roofline(result: dict) -> str:
     rows = sorted(result["rows"], key=lambda row: row["rows"])
     lines = [[str(row["rows"]), figure(row["replay_ms"], 2), figure(1e3 * row["replay_ms"] / row["rows"], 1)] for row in rows]
