@@ -19,11 +19,13 @@ from conftest import DEVICE
 from hf_fastattn import registry
 from hf_fastattn.caches.paged import PagedStorage
 from hf_fastattn.kernels import paged, reference
+from hf_fastattn.kernels.attention import lean, plan, prefill, split_kv
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.host import tables
-from hf_fastattn.kernels.spans import CAUSAL, width_of
+from hf_fastattn.kernels.spans import CAUSAL, FLAGS, HOLES, KV_STOP, PADDING, num_words, width_of
 from hf_fastattn.kernels.spec import KV, Spec, call
 
+runs = pytest.mark.skipif(not test_kernels.TRITON_RUNS, reason="launches kernels")
 KERNELS = [kernel for kernel in test_kernels.RUNNABLE if not kernel.aligned_only]
 
 
@@ -37,17 +39,23 @@ class Case:
     group: int = 2
     options: dict = field(default_factory=dict, hash=False)
     logits: bool = False
+    start: int = 0  # the first live slot of each row
+    holes: bool = False
+    dim: int = 32
 
     @property
     def id(self) -> str:
         shown = "".join(f"-{name}{value}" for name, value in self.options.items())
-        return f"p{self.size}-q{self.q_len}-b{len(self.lengths)}{shown}" + "-logits" * self.logits
+        marks = "-logits" * self.logits + "-holes" * self.holes + f"-from{self.start}" * (self.start > 0)
+        return f"p{self.size}-q{self.q_len}-b{len(self.lengths)}-d{self.dim}{shown}{marks}"
 
 
-def spans_of(lengths, q_len: int, window=None) -> torch.Tensor:
+def spans_of(lengths, q_len: int, window=None, start: int = 0, holes: bool = False) -> torch.Tensor:
     stop = torch.as_tensor(lengths, dtype=torch.int32)
     none = torch.zeros_like(stop)
-    words = (stop - q_len, none, stop, none + width_of(window), none + CAUSAL, none)
+    words = [stop - q_len, none + start, stop, none + width_of(window), none + CAUSAL + HOLES * holes, none]
+    if holes:
+        words += torch.randint(-(1 << 31), 1 << 31, (num_words(max(lengths)), len(lengths))).int()
     return torch.stack(words, -1).view(-1, 1, 1, len(words))
 
 
@@ -64,12 +72,14 @@ def pool_of(case: Case, k, v, device) -> KV:
         table.to(device),
     )
     slots = torch.arange(most, device=device).expand(batch, -1)
-    kv.form.pack(kv, k, v, slots.where(slots < torch.tensor(case.lengths, device=device)[:, None], -1))
+    is_live = (slots < torch.tensor(case.lengths, device=device)[:, None]) & (slots >= case.start)
+    kv.form.pack(kv, k, v, slots.where(is_live, -1))
     window, first = case.options.get("window"), case.options.get("sinks", 0)
     for row, length in enumerate(case.lengths):
         kv.pages[row, -(-length // case.size) :] = -1
         if window is not None:  # pages that the window has passed are free, except those of the first tokens
-            kv.pages[row, -(-first // case.size) : max(length - case.q_len - window + 1, 0) // case.size] = -1
+            gone = -(-(case.start + first) // case.size)
+            kv.pages[row, gone : max(length - case.q_len - window + 1, 0) // case.size] = -1
     if len(case.lengths) > 1 and min(case.lengths[:2]) >= case.size and kv.pages[0, 0] >= 0:
         kv.pages[1, 0] = kv.pages[0, 0]
     return kv
@@ -85,6 +95,14 @@ CASES = [
     Case(64, 33, (0, 97), group=1, options={"softcap": 3.0}),
     Case(256, 33, (270,), group=1, options={"window": 40}),
     Case(32, 1, tuple(range(200)), options={"window": 24}),
+    *(
+        Case(16, q, (130, 77), group=1, options={"window": 30, "sinks": 4}, start=start)
+        for q, start in ((1, 5), (5, 21), (40, 5))
+    ),
+    Case(16, 1, (130, 77), options={"window": 30, "sinks": 4}, start=21, dim=288),
+    *(Case(64, q_len, (250, 77), start=45, dim=288) for q_len in (1, 5)),
+    *(Case(16, q, (130, 77), group=1, options={"window": 30}, start=start, holes=True) for q, start in ((1, 5), (40, 21))),
+    Case(16, 1, (130, 77), options={"window": 30, "sinks": 20}, start=5, holes=True),
 ]
 
 
@@ -94,7 +112,7 @@ def test_pages(kernel, case, device, monkeypatch):
     assert_right(kernel, case, device, monkeypatch)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the tables of a GPU have such tiles")
+@pytest.mark.skipif(not test_kernels.INTERPRETED, reason="the tables of a GPU have such tiles")
 @pytest.mark.parametrize(
     "case",
     [
@@ -112,12 +130,13 @@ def test_tiles_of_several_pages(name, case, device, monkeypatch):
 
 def assert_right(kernel, case, device, monkeypatch):
     torch.manual_seed(0)
-    heads, dim, value_dim, batch = (1, 16, 16, 200) if len(case.lengths) > 99 else (2, 32, 24, len(case.lengths))
+    heads, dim, value_dim, batch = (1, 16, 16, 200) if len(case.lengths) > 99 else (2, case.dim, 24, len(case.lengths))
     q = torch.randn(batch, heads * case.group, case.q_len, dim, device=device)
     k, v = (torch.randn(batch, heads, max(case.lengths), width, device=device) for width in (dim, value_dim))
     if batch > 1:
         k[1, :, : case.size], v[1, :, : case.size] = k[0, :, : case.size], v[0, :, : case.size]
-    kv, spans = pool_of(case, k, v, device), spans_of(case.lengths, case.q_len, case.options.get("window")).to(device)
+    kv = pool_of(case, k, v, device)
+    spans = spans_of(case.lengths, case.q_len, case.options.get("window"), case.start, case.holes).to(device)
     logits = torch.randn(q.shape[1], device=device) if case.logits else None
     if kernel.name == "lean":
         test_kernels.without_fixed_splits(monkeypatch)
@@ -128,6 +147,42 @@ def assert_right(kernel, case, device, monkeypatch):
     options = {"softcap": case.options.get("softcap"), "sink_logits": logits}
     expected = oracle.attention(q, k, v, seen, **options)
     tolerance.assert_attention(found, expected, q, k, v, spans, seen, {**case.options, **options}, f"{kernel.name} {case.id}")
+
+
+@runs
+@pytest.mark.parametrize("window", [None, 30])
+def test_dropout_over_pages(window, device):
+    case = Case(16, 7, (130, 77), options={} if window is None else {"window": window})
+    torch.manual_seed(0)
+    q, seed = torch.randn(2, 4, 7, 32, device=device), torch.tensor([5], device=device)
+    k, v = torch.randn(2, 2, 2, 130, 32, device=device)
+    kv, spans = pool_of(case, k, v, device), spans_of(case.lengths, 7, window).to(device)
+    k[1, :, :16], v[1, :, :16] = k[0, :, :16], v[0, :, :16]  # of the page that both have
+    spec = Spec(window=window, dropout=0.3)
+    found, want = (prefill.prefill(q, each, spec, spans, seed=seed) for each in (kv, KV(k, v)))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+@runs
+@pytest.mark.parametrize("name", ["lean", "split_kv", "prefill"])
+@pytest.mark.parametrize("start, window", [(0, 30), (5, None)])
+def test_padding_over_pages_is_finite(name, start, window, device):
+    """Queries that are padding alone, in several blocks of rows."""
+    case, live, q_len = Case(16, 10, (100,), options={"window": 200}, start=start), 10, 40
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(1, 2, q_len, 32, device=device), torch.randn(2, 1, 2, 130, 32, device=device)
+    kv, spans = pool_of(case, k, v, device), spans_of((130,), q_len, window, start).to(device)
+    spans[..., KV_STOP], spans[..., FLAGS] = 100, CAUSAL + ((q_len - live) << PADDING)
+    call, config = plan.Call.of((q, *kv.tensors, spans, None, None), kv.form, Spec(), False), tables.Config(16, 16, 4, 1, 2)
+    make = {"lean": lean.stream_k, "split_kv": lambda *args: split_kv.fixed_splits(*args, 3)}
+    if name == "prefill":
+        found = prefill.prefill(q, kv, Spec(), spans)
+    else:
+        found = make[name](call, config).run(q, kv, Spec(), spans, None, q, False)
+    seen = oracle.visible_from_spans(spans, q_len, 130, causal=True)[:, :live]
+    expected = torch.as_tensor(oracle.attention(q[:, :, :live], k, v, seen)[0])
+    torch.testing.assert_close(found[:, :, :live].double().cpu(), expected.double().cpu(), atol=2e-5, rtol=2e-5)
+    assert found.isfinite().all()
 
 
 @pytest.mark.skipif(test_kernels.HOPPER not in test_kernels.RUNNABLE, reason="needs a Hopper GPU")

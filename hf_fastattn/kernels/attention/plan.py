@@ -128,7 +128,7 @@ class Call:
     def output(self, BLOCK_N: int = 0, align: int | None = None) -> dict[str, Any]:
         """The fields of `Output`. align: TILE_ALIGN; None for that of tiles of BLOCK_N keys."""
         if align is None:
-            align = GROUP if self.spec.dropout else max(BLOCK_N, 1) if self.form.paged else 1
+            align = max(1, BLOCK_N if self.form.paged else 1, GROUP if self.spec.dropout else 1)
         return {
             "GROUP": self.group,
             "VALUE_DIM": self.value_dim,

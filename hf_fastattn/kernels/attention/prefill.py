@@ -22,7 +22,7 @@ from .. import checks
 from ..decode.rotate import rotate
 from ..device.attend import attend
 from ..device.online import finalize
-from ..device.tile import aligned_strides, begin_of, head_of
+from ..device.tile import aligned_strides, head_of, tiles_in
 from ..device.visibility import key_bounds
 from ..host import launch, tables
 from ..spans import no_spans
@@ -73,7 +73,7 @@ def prefill_kernel(
         dropout = ((tl.load(Seed), drop_below, keep_scale), tl.program_id(2) * num_heads + head, offs_m)
     acc, m, l = attend(
         (Q, row * stride_qb + head.to(tl.int64) * stride_qh + offs_m.to(tl.int64) * stride_qm),
-        kv, span_ptr, bounds, (0, tl.cdiv(bounds[3] - begin_of(bounds[2], C), C.BLOCK_N)), (scale_log2, cap_log2),
+        kv, span_ptr, bounds, (0, tiles_in(bounds[2], bounds[3], C)), (scale_log2, cap_log2),
         (QSinks, sink_lo, sink_hi, True, 0, 0), C, FORM, dropout,
     )  # fmt: skip
     if C.DROPOUT:

@@ -24,7 +24,7 @@ from .. import checks
 from ..device.attend import attend
 from ..device.constants import Output
 from ..device.merge import merge_rows, store_packed, store_partial
-from ..device.tile import aligned_strides, begin_of, head_of
+from ..device.tile import aligned_strides, head_of, tiles_in
 from ..device.visibility import key_bounds, packed_rows
 from ..host import launch, tables
 from ..host.overlap import early, let_next_begin, wait_for_inputs
@@ -73,7 +73,7 @@ def split_kv_kernel(
     bounds, sink_bounds = key_bounds(span_ptr, q_index, queries[0], queries[1], q_len, kv_len, window, C)
     sink_lo, sink_hi, first_position = sink_bounds
     positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
-    tiles = tl.cdiv(bounds[3] - begin_of(bounds[2], C), C.BLOCK_N)
+    tiles = tiles_in(bounds[2], bounds[3], C)
 
     offs_v = tl.arange(0, C.BLOCK_DV)
     k_strides = aligned_strides(stride_kb, stride_kh, stride_kn, C.ALIGN)

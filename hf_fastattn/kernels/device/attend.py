@@ -6,7 +6,7 @@ import triton.language as tl
 from .dropout import kept
 from .online import masked_step, scores_of, shifted, softmax_step
 from .rerotate import partners, rerotate
-from .tile import begin_of, live_slots, load_tile, queries_of
+from .tile import begin_of, live_slots, load_tile, queries_of, words_end
 from .wide import SINK_BLOCK, attend_wide
 
 
@@ -80,8 +80,9 @@ def _attend(
         # registers meanwhile.
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
-        sinks_begin, num_sinks = sink_lo, tl.cdiv(SINKS, SINK_BLOCK)
+        sinks_begin, num_sinks, first_slot = sink_lo, tl.cdiv(SINKS, SINK_BLOCK), tl.zeros_like(sink_hi)
         if FORM.paged:  # a tile is within one page
+            first_slot += sink_lo
             sinks_begin = sink_lo // SINK_BLOCK * SINK_BLOCK
             num_sinks = tl.cdiv(sinks_stop - sinks_begin, SINK_BLOCK)
         sink_mask = live_slots(sinks_begin + offs_s, sink_lo, sinks_stop, C)[:, None]
@@ -109,6 +110,7 @@ def _attend(
     # Tiles [full_start, full_stop) need no mask, or with MASKED_TAIL one that is the same for all rows.
     if MASKED_TAIL:
         full_lo = tl.where(full_lo == first_live, lo, full_lo)
+        full_hi = tl.minimum(full_hi, hi)  # a row without keys
     full_start = tl.minimum(tl.maximum((full_lo - lo + BLOCK_N - 1) // BLOCK_N, tile_start), tile_stop)
     full_keys = tl.maximum(full_hi - lo, 0)
     if C.FULL_TAIL:
@@ -135,7 +137,7 @@ def _attend(
         acc, m, l = softmax_step(s, v, acc, m, l, False, FORM, is_kept)
 
     n_before = full_start - tile_start
-    words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
+    words_stop = words_end(lo, hi, holes, kv[4][3], C)
     if n_before + tile_stop - full_stop > 0:  # skips the prologue of the loop if every tile is full
         for i in tl.range(0, n_before + tile_stop - full_stop):
             tile = tl.where(i < n_before, tile_start + i, full_stop + i - n_before)
@@ -157,8 +159,7 @@ def _attend(
             elif BLOCK_M != 16:
                 q_sinks = tl.load(q_sinks_ptrs, mask=d_mask, other=0.0)
             q = queries_of(q_sinks, kv, scales[0], HEAD_DIM, FORM)
-            words_stop = tl.where(holes, sinks_stop, sink_lo)
-            first_slot = tl.zeros_like(sink_hi)
+            words_stop = words_end(sinks_begin, sinks_stop, holes, kv[4][3], C)
             for i in tl.range(0, num_sinks, num_stages=1):
                 first = sinks_begin + i * SINK_BLOCK
                 if i > 0:

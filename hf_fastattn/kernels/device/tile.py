@@ -57,6 +57,23 @@ def begin_of(lo, C: tl.constexpr):
 
 
 @triton.jit
+def tiles_in(lo, hi, C: tl.constexpr):
+    """Tiles that contain the keys [lo, hi), none if there are none."""
+    tiles = tl.cdiv(hi - begin_of(lo, C), C.BLOCK_N)
+    if C.TILE_ALIGN > 1:
+        tiles = tl.where(hi > lo, tiles, 0)
+    return tiles
+
+
+@triton.jit
+def words_end(lo, hi, holes, kv_len, C: tl.constexpr):
+    """The slot at which the bit mask ends for tiles from `lo` on: without holes none of its words is read."""
+    if C.TILE_ALIGN > 1:  # tiles that have no key, too
+        hi = tl.minimum(hi, kv_len)
+    return tl.where(holes, hi, lo)
+
+
+@triton.jit
 def live_slots(slots, lo, hi, C: tl.constexpr):
     """Which slots of a tile are in [lo, hi): the first tile may begin before lo, see `begin_of`."""
     found = slots < hi

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .online import masked_step, scaled
 from .rerotate import partners, rerotate
-from .tile import begin_of, ends_of, live_slots
+from .tile import begin_of, ends_of, live_slots, words_end
 
 SINK_BLOCK = 16  # slots in a tile of sinks, the smallest size for tl.dot
 
@@ -65,8 +65,8 @@ def attend_wide(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = (tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),)
 
-    words_stop = tl.where(holes, hi, lo)  # without holes no words of the bit mask are read
     begin = begin_of(lo, C)
+    words_stop = words_end(begin, hi, holes, indices[3], C)
     if FORM.paged:
         kv = (k_base, v_base, k_strides, v_strides, indices, extra + ends_of(lo, hi, indices[3]))
     for tile in tl.range(tile_start, tile_stop):
@@ -79,12 +79,13 @@ def attend_wide(
     if C.SINKS:
         offs_s = tl.arange(0, SINK_BLOCK)
         sinks_stop = tl.where(takes_sinks, tl.max(sink_hi, 0), sink_lo)
-        words_stop = tl.where(holes, sinks_stop, sink_lo)
         first_slot = tl.zeros_like(sink_hi)
         begin = sink_lo
         if FORM.paged:  # a tile is within one page
-            begin = sink_lo // SINK_BLOCK * SINK_BLOCK
+            first_slot += sink_lo
+            begin = tl.where(sinks_stop > sink_lo, sink_lo // SINK_BLOCK * SINK_BLOCK, sinks_stop)
             kv = (k_base, v_base, k_strides, v_strides, indices, extra + ends_of(sink_lo, sinks_stop, indices[3]))
+        words_stop = words_end(begin, sinks_stop, holes, indices[3], C)
         for i in tl.range(0, tl.cdiv(sinks_stop - begin, SINK_BLOCK)):
             first = begin + i * SINK_BLOCK
             slot_mask = live_slots(first + offs_s, sink_lo, sinks_stop, C)[:, None]

@@ -162,7 +162,7 @@ def prefill(
     """Exact attention of many query rows; arguments, result and errors as in `kernels.reference.attention`.
 
     shares: K and V may be divided into shares. Their number, and with it the rounding, depends on the shapes, including batch and
-    num_heads.
+    num_heads, and for one row on how many queries the spans call padding.
 
     Raises ValueError, with the sentence of `why_not`, for inputs that it does not support.
     """

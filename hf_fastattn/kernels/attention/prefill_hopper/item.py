@@ -30,7 +30,7 @@ def item_of(
     before = 0
     if C.split:
         splits = (num_items - whole) // gl.maximum(num_blocks * total_packs - whole, 1)
-        live, splits = live_blocks(Spans, q_len, kv_len, QUERIES, whole, splits, num_blocks, num_packs, total_packs)
+        live, splits = live_blocks(Spans, q_len, kv_len, window, QUERIES, whole, splits, num_blocks, num_packs, total_packs)
         num_cut = live * total_packs - whole
         is_padding = index >= whole + num_cut * splits
         index, share_index, splits, slot = block_and_share(index, whole, num_cut, splits)

@@ -42,7 +42,7 @@ def merge_shares_kernel(
     first_row, which = tl.program_id(0) * ROWS, tl.program_id(1)
     pack_heads, queries = 1 << log_pack, BLOCK_M >> log_pack
     # The spans may be read before the wait: they were written before the previous launch, which did not begin early.
-    live, splits = live_blocks(Spans, q_len, kv_len, queries, whole, splits, num_blocks, num_packs, total_packs)
+    live, splits = live_blocks(Spans, q_len, kv_len, window, queries, whole, splits, num_blocks, num_packs, total_packs)
     blocks = live * total_packs - whole
     block, pack, row = block_at(whole + tl.minimum(which, blocks - 1), live, num_packs, total_packs, section)
     first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...spans import FLAGS, PADDING
-from ..schedule import MIN_SPLIT
+from ...spans import FLAGS, KV_STOP, PADDING
+from ..schedule import MAX_SPLITS, MIN_SPLIT
 
 
 @triton.jit
@@ -25,10 +25,12 @@ def block_at(index, num_blocks, num_packs, total_packs, section):
 
 @triton.jit
 def live_blocks(
-    Spans, q_len, kv_len, queries, whole, splits, num_blocks, num_packs, total_packs,
+    Spans, q_len, kv_len, window, queries, whole, splits, num_blocks, num_packs, total_packs,
+    KV_STOP: tl.constexpr = KV_STOP,
     FLAGS: tl.constexpr = FLAGS,
     PADDING: tl.constexpr = PADDING,
     MIN_SPLIT: tl.constexpr = MIN_SPLIT,
+    MAX_SPLITS: tl.constexpr = MAX_SPLITS,
 ):  # fmt: skip
     """(blocks of a pack without those of padding alone, shares of each block), if each has `splits` shares with the padding.
 
@@ -41,5 +43,6 @@ def live_blocks(
         live = tl.maximum((q_len - padding + queries - 1) // queries, 1)
         if live < num_blocks:  # each of the others is one item
             most = (num_blocks * (splits - 1) + live) // live
-            splits = tl.maximum(tl.minimum(most, kv_len // MIN_SPLIT), splits)
+            keys = tl.minimum(tl.minimum(tl.load(Spans + KV_STOP, cache_modifier=".cg"), kv_len), window)
+            splits = tl.maximum(tl.minimum(tl.minimum(most, MAX_SPLITS), keys // MIN_SPLIT), splits)
     return live, splits
