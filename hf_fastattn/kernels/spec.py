@@ -68,8 +68,9 @@ class Form(NamedTuple):
     load_k, load_v: the equivalent of `unpack` for one tile. store: that of `pack` for one token. queries: changes the queries
     before they are multiplied with K. weights: a factor and a shift for each token, besides what load_k and load_v return.
 
-    paged: dimension 0 of k and v is the page, not the batch row. parts: 1 or 2. With 2, load_k, load_v and queries return a pair
-    of tiles, of the even and of the odd dimensions. `queries`, `weights` and parts are for a head_dim up to 256.
+    paged: dimension 0 of k and v is the page, not the batch row, and tiles begin at multiples of their size (`device.pages.load`
+    needs both, and what `device.tile.ends_of` adds to its arguments). parts: 1 or 2. With 2, load_k, load_v and queries return a
+    pair of tiles, of the even and of the odd dimensions. `queries`, `weights` and parts are for a head_dim up to 256.
 
     Create a form once, at module level: prepared launches are cached by it, and a check runs once for each of them.
     """
