@@ -172,7 +172,7 @@ SPLIT_GROUPS = [(*group, *splits) for group in GROUPS for splits in SPLITS if (s
 def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, whole, splits, live):
     """live: queries that are no padding, of one batch row."""
     gl, kv_heads, batch = _tensor_gl(), 2, 2 if live is None else 1
-    words = [0, 0, 1000, 0, 0 if live is None else (q_len - live) << PADDING]
+    words = [0, 0, 1000, NO_WINDOW, 0 if live is None else (q_len - live) << PADDING]
     gl.load = lambda at, cache_modifier: torch.tensor(words[at])
     names = {"gl": gl, "tl": gl, "__builtins__": builtins}
     python = lambda fn, **more: types.FunctionType(fn.fn.__code__, names | more, fn.fn.__name__, fn.fn.__defaults__)  # noqa: E731
@@ -180,6 +180,7 @@ def test_each_query_of_each_head_is_one_row_of_one_block(group, pack, q_len, who
     bounds["block_bounds"] = python(plan.block_bounds, **bounds)
     bounds["narrowed_block"] = python(plan.narrowed_block)
     functions = ("block_and_share", "block_at", "live_blocks", "share_of", "tiles_of")
+    bounds["load_spans"] = python(plan.load_spans)
     used = {name: python(getattr(plan, name), **bounds) for name in functions}
     stop = 1000 - (0 if live is None else q_len - live)
     used["row_spans"] = lambda _ptr, q_len, kv_len, window, *_: (kv_len - q_len, 0, stop, window, False, False, stop)
@@ -241,7 +242,7 @@ def test_merged_shares_are_rows_of_their_heads(q_len, group, pack, whole, splits
     num_packs, num_blocks = kv_heads * -(-group // pack), -(-q_len * pack // BLOCK_M)
     order = (num_blocks, num_packs, batch * num_packs, section, whole)
     ints = [kv_len - q_len, 0, kv_len, NO_WINDOW, CAUSAL + (padding << PADDING), 0]
-    given_splits, live_blocks = splits, _as_python(plan.live_blocks, memory=ints)
+    given_splits, live_blocks = splits, _as_python(plan.live_blocks, load_spans=_as_python(plan.load_spans, memory=ints))
     live, splits = live_blocks(0, q_len, kv_len, NO_WINDOW, BLOCK_M // pack, whole, splits, *order[:3])
     assert (live < num_blocks) == (padding > 5) == (splits > given_splits)
     cut = live * num_packs * batch - whole

@@ -162,7 +162,7 @@ def test_the_list_of_generate_batch_has_what_jobs_meet_and_few_further_kernels(n
     met, kernels, others = lives.met_apart(recipe, part), warm.listed(recipe._replace(page=64)), warm.listed(recipe)
     assert len(met) > 15 and any("load_64" in str(kernel.as_json()) for kernel in met)
     assert not [kernel for kernel in met if kernel not in kernels]
-    assert len([kernel for kernel in kernels if kernel not in others]) <= 32
+    assert len([kernel for kernel in kernels if kernel not in others]) <= 29
     assert part == "job" or len(kernels) <= SURPLUS * len(met)
     assert not any("load_64" in str(kernel.as_json()) for kernel in others)
     seconds = [kernel.seconds for kernel in kernels]

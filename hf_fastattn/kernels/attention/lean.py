@@ -67,7 +67,7 @@ def lean_kernel(
     if not C.FEW_ROWS:
         teams, which, member = teams // team, pid // team, pid % team
     _head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, extra = assign_tiles(
-        Spans, stride_sb, batch, heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
+        Spans, stride_sb, batch, heads, q_len, kv_len, window, teams, num_sms, C.TILE_ALIGN, BLOCK_B, MIN_TILES, C
     )
     if which >= range_programs * num_ranges:
         return
@@ -97,7 +97,7 @@ def lean_kernel(
         block, first, last = 0, 0, q_len - 1
         if not C.FEW_ROWS:
             lo, hi = seen_keys(span_ptr, 0, q_len - 1, q_len, kv_len, window, C)  # by any block
-            head = (t - before) // tiles_of(lo, hi, C)
+            head = (t - before) // tiles_of(lo, hi, C.TILE_ALIGN, C)
             block = head % (heads // kv_heads) * team + member
             first, last = queries_of(block, q_len, C)
         local = tl.arange(0, BLOCK_M)
@@ -108,14 +108,14 @@ def lean_kernel(
         positions = first_position + (tl.zeros([1], tl.int32) if C.ONE_QUERY else q_index)
         if C.FEW_ROWS:
             lo, hi = bounds[2], bounds[3]
-        head_tiles = tiles_of(lo, hi, C)
+        head_tiles = tiles_of(lo, hi, C.TILE_ALIGN, C)
         kv_head = (t - before) // head_tiles
         tile_start = (t - before) % head_tiles
         tile_stop = tl.minimum(head_tiles, tile_start + t_stop - t)
         start, stop = tile_start, tile_stop
         if not C.FEW_ROWS:  # only tiles with keys that this block sees
             kv_head //= heads // kv_heads
-            begin = begin_of(lo, C)
+            begin = begin_of(lo, C.TILE_ALIGN)
             start = tl.minimum(tl.maximum(start, (bounds[2] - begin) // BLOCK_N), stop)
             stop = tl.maximum(tl.minimum(stop, (bounds[3] - begin + BLOCK_N - 1) // BLOCK_N), start)
             stop = tl.where(bounds[2] < bounds[3], stop, start)  # none past the last block, or of padding
@@ -140,7 +140,7 @@ def lean_kernel(
 @triton.jit(
     do_not_specialize=[
         "stride_sb", "batch", "team", "heads", "kv_heads", "q_len", "kv_len", "window", "num_sms", "stats_start", "programs",
-        "log_m",
+        "log_m", "tile_align",
     ]
 )  # fmt: skip
 def lean_merge_kernel(
@@ -150,18 +150,20 @@ def lean_merge_kernel(
     Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_sb, batch, team, heads, kv_heads, q_len, kv_len, window, num_sms, stats_start, programs, log_m,
+    tile_align,
     BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each ROWS packed rows: merges their partials in order, if several programs computed them.
 
-    log_m: log2 of the rows in a block of lean_kernel."""
+    log_m: log2 of the rows in a block of lean_kernel. tile_align: TILE_ALIGN of its constants, which as one here would make
+    variants."""
     first_row, kv_head, row = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     num_rows, block, in_block = q_len * C.GROUP, first_row >> log_m, first_row & ((1 << log_m) - 1)
     teams, head, member = programs // team, kv_head * (heads // kv_heads) + block // team, block % team
     # The spans may be read before the wait: every program of lean_kernel has waited for what wrote them.
     head_tiles, row_tiles, _, range_tiles, range_programs, share, extra = assign_tiles(
-        Spans, stride_sb, batch, heads, q_len, kv_len, window, teams, num_sms, BLOCK_B, MIN_TILES, C
+        Spans, stride_sb, batch, heads, q_len, kv_len, window, teams, num_sms, tile_align, BLOCK_B, MIN_TILES, C
     )
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
@@ -254,6 +256,7 @@ def stream_k(call: Call, config: tables.Config) -> Plan:
         **merge_form,
         programs=programs,
         log_m=config.BLOCK_M.bit_length() - 1,
+        tile_align=call.tile_align(config.BLOCK_N),
         C=Output(**call.output(config.BLOCK_N)),
     )
     launches = launch.Launch(

@@ -125,16 +125,17 @@ class Call:
     def block_dv(self) -> int:
         return max(tables.block_d(self.value_dim), LEAST * self.form.parts)
 
-    def output(self, BLOCK_N: int = 0, align: int | None = None) -> dict[str, Any]:
-        """The fields of `Output`. align: TILE_ALIGN; None for that of tiles of BLOCK_N keys."""
-        if align is None:
-            align = max(1, BLOCK_N if self.form.paged else 1, GROUP if self.spec.dropout else 1)
+    def tile_align(self, BLOCK_N: int) -> int:
+        """Where tiles of BLOCK_N keys begin, see `device.tile.begin_of`."""
+        return max(BLOCK_N if self.form.paged else 1, GROUP if self.spec.dropout else 1)
+
+    def output(self, BLOCK_N: int = 0) -> dict[str, Any]:
+        """The fields of `Output`."""
         return {
             "GROUP": self.group,
             "VALUE_DIM": self.value_dim,
             "BLOCK_DV": self.block_dv,
             "BLOCK_N": BLOCK_N,
-            "TILE_ALIGN": align,
             "HAS_SINK_LOGITS": self.tensors[-2] is not None,
             "WRITE_LSE": self.return_lse,
             "SINKS": self.spec.sinks,
@@ -160,6 +161,7 @@ class Call:
             ROWS=has_rows(spans),
             DROPOUT=self.spec.dropout > 0.0,
             ALIGN=tables.alignment(k, v, *others),
+            TILE_ALIGN=self.tile_align(config.BLOCK_N),
         )
 
     def arguments(self) -> dict[str, Any]:

@@ -58,19 +58,19 @@ def seen_keys(
 
 
 @triton.jit
-def tiles_of(lo, hi, C: tl.constexpr):
-    """Tiles of the keys [lo, hi); at least one, for sinks."""
-    return tl.maximum((hi - begin_of(lo, C) + C.BLOCK_N - 1) // C.BLOCK_N, 1)
+def tiles_of(lo, hi, align, C: tl.constexpr):
+    """Tiles of the keys [lo, hi); at least one, for sinks. align: see `begin_of`."""
+    return tl.maximum((hi - begin_of(lo, align) + C.BLOCK_N - 1) // C.BLOCK_N, 1)
 
 
 @triton.jit
 def num_tiles(
-    span_ptrs, first, last, q_len, kv_len, window,
+    span_ptrs, first, last, q_len, kv_len, window, align,
     C: tl.constexpr,
 ):  # fmt: skip
     """Tiles that queries first..last of a row visit in one KV head, for one row or a tensor of rows."""
     lo, hi = seen_keys(span_ptrs, first, last, q_len, kv_len, window, C)
-    return tiles_of(lo, hi, C)
+    return tiles_of(lo, hi, align, C)
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def queries_of(block, q_len, C: tl.constexpr):
 
 @triton.jit
 def assign_tiles(
-    Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, num_sms,
+    Spans, stride_sb, batch, kv_heads, q_len, kv_len, window, programs, num_sms, align,
     BLOCK_B: tl.constexpr, MIN_TILES: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr = SHORT,
 ):  # fmt: skip
     """The schedule: (head_tiles, row_tiles, num_ranges, range_tiles, range_programs, share, extra).
@@ -106,12 +106,12 @@ def assign_tiles(
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
         row = tl.minimum(offs_b, batch - 1)
-        head_tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, 0, q_len - 1, q_len, kv_len, window, C)
+        head_tiles = num_tiles(Spans + row.to(tl.int64) * stride_sb, 0, q_len - 1, q_len, kv_len, window, align, C)
         row_tiles = tl.where(offs_b < batch, head_tiles * kv_heads, 0)
         total = tl.sum(row_tiles, 0)
         uniform = tl.max(row_tiles, 0) * batch == total
     else:
-        head_tiles = num_tiles(Spans, 0, q_len - 1, q_len, kv_len, window, C)
+        head_tiles = num_tiles(Spans, 0, q_len - 1, q_len, kv_len, window, align, C)
         row_tiles = head_tiles * kv_heads
         total = row_tiles * batch
         uniform = tl.full([], True, tl.int1)

@@ -103,7 +103,7 @@ def _attend(
 
     if C.DROPOUT:
         numbers, place, queries = dropout
-    first_live, lo = lo, begin_of(lo, C)
+    first_live, lo = lo, begin_of(lo, C.TILE_ALIGN)
     live = (first_live, hi)
     MASKED_TAIL: tl.constexpr = C.FULL_TAIL and FORM.paged
 

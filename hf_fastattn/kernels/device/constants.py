@@ -10,15 +10,14 @@ class Output:
     """What a merge of partial results reads of `Constants`: other differences between kernels make no variants of their merge.
 
     GROUP: query heads per KV head. VALUE_DIM: dimensions of values; BLOCK_DV: rounded up to a power of two. BLOCK_N: keys of a
-    tile, 0 for a merge that does not count tiles; TILE_ALIGN: the first tile begins at a multiple of it (see `tile.begin_of`).
-    SINKS: number of first tokens that are visible whatever the window. IS_CAUSAL: see `visibility.load_spans`.
+    tile, 0 for a merge that does not count tiles. SINKS: number of first tokens that are visible whatever the window. IS_CAUSAL:
+    see `visibility.load_spans`.
     """
 
     GROUP: int
     VALUE_DIM: int
     BLOCK_DV: int
     BLOCK_N: int
-    TILE_ALIGN: int
     HAS_SINK_LOGITS: bool
     WRITE_LSE: bool
     SINKS: int
@@ -34,7 +33,7 @@ class Constants(Output):
     pairs of dimensions that the kernel rotates to re-rotate the queries that score sinks; 0 if it does not re-rotate. FEW_ROWS:
     one block holds all packed rows of a KV head (`lean`). FULL_TAIL: see `attend`. ROWS: the spans have an interval for each
     query. DROPOUT: whether weights are dropped (prefill and backward). ALIGN: a power of two that divides the strides (see
-    `tile.aligned_strides`).
+    `tile.aligned_strides`). TILE_ALIGN: the power of two of `tile.begin_of`.
     """
 
     HEAD_DIM: int
@@ -51,3 +50,4 @@ class Constants(Output):
     ROWS: bool = False
     DROPOUT: bool = False
     ALIGN: int = 16
+    TILE_ALIGN: int = 1

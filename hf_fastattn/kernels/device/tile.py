@@ -45,21 +45,19 @@ def head_of(base, strides, indices, FORM: tl.constexpr):
 
 
 @triton.jit
-def begin_of(lo, C: tl.constexpr):
-    """The slot at which the first tile begins, of those that contain the keys from `lo` on.
+def begin_of(lo, align):
+    """The slot at which tiles that contain the keys from `lo` on begin: a multiple of `align`, a power of two.
 
     Tiles of pages begin at multiples of their size: the compiler then knows which of their slots are in one page. With dropout
     they begin where a group of random numbers does.
     """
-    if C.TILE_ALIGN > 1:
-        lo = lo // C.TILE_ALIGN * C.TILE_ALIGN
-    return lo
+    return lo & -align
 
 
 @triton.jit
 def tiles_in(lo, hi, C: tl.constexpr):
     """Tiles that contain the keys [lo, hi), none if there are none."""
-    tiles = tl.cdiv(hi - begin_of(lo, C), C.BLOCK_N)
+    tiles = tl.cdiv(hi - begin_of(lo, C.TILE_ALIGN), C.BLOCK_N)
     if C.TILE_ALIGN > 1:
         tiles = tl.where(hi > lo, tiles, 0)
     return tiles

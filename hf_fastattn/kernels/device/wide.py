@@ -65,7 +65,7 @@ def attend_wide(
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = (tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),)
 
-    begin = begin_of(lo, C)
+    begin = begin_of(lo, C.TILE_ALIGN)
     words_stop = words_end(begin, hi, holes, indices[3], C)
     if FORM.paged:
         kv = (k_base, v_base, k_strides, v_strides, indices, extra + ends_of(lo, hi, indices[3]))

@@ -175,10 +175,13 @@ class Reader:
             if module.training and own.get("gradient_checkpointing"):
                 raise Uncapturable("gradient checkpointing is on in training mode; call model.eval()")
             replaced = hf.replaced_in_forward(module)
-            for name, tensor in chain(own["_parameters"].items(), own["_buffers"].items()):
-                if name not in replaced:
-                    values += name, None if tensor is None else self.tensor(tensor)
-            skipped = ignored(module) | replaced
+            for group in (own["_parameters"], own["_buffers"]):
+                for name, tensor in group.items():
+                    if name not in replaced:
+                        values += name, None if tensor is None else self.tensor(tensor)
+            skipped = ignored(module)
+            if replaced:
+                skipped |= replaced
             for name, value in own.items():
                 if name not in skipped:
                     if type(value) in SCALARS and value == value:

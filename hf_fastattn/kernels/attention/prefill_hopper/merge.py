@@ -23,7 +23,7 @@ from .order import block_at, live_blocks
 @triton.jit(
     do_not_specialize=[
         "stride_sb", "num_blocks", "num_packs", "total_packs", "group", "log_pack", "section", "whole", "splits", "q_len",
-        "kv_len", "window", "stats_start",
+        "kv_len", "window", "stats_start", "tile_align",
     ]
 )  # fmt: skip
 def merge_shares_kernel(
@@ -33,6 +33,7 @@ def merge_shares_kernel(
     Spans,  # (batch, 1, 1, integers), int32
     SinkLogits,  # (num_heads,), read with HAS_SINK_LOGITS
     stride_sb, num_blocks, num_packs, total_packs, group, log_pack, section, whole, splits, q_len, kv_len, window, stats_start,
+    tile_align,
     C: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program for each ROWS rows of a block with shares. Share i of the n-th of these blocks is in slot i * blocks + n.
@@ -47,7 +48,7 @@ def merge_shares_kernel(
     block, pack, row = block_at(whole + tl.minimum(which, blocks - 1), live, num_packs, total_packs, section)
     first, last = block * queries, tl.minimum((block + 1) * queries, q_len) - 1
     lo, hi = seen_keys(Spans + row.to(tl.int64) * stride_sb, first, last, q_len, kv_len, window, C, MAY_PAD=True)
-    tiles = tiles_of(lo, hi, C)
+    tiles = tiles_of(lo, hi, tile_align, C)
     wait_for_inputs(EARLY)
     let_next_begin(EARLY)
     if which >= blocks:  # a block of padding
@@ -92,7 +93,8 @@ def merge_shares(
         kv_len=call.kv_len,
         window=call.window,
         stats_start=stats_start,
-        C=Output(**call.output(BLOCK_N, align)),
+        tile_align=align,
+        C=Output(**call.output(BLOCK_N)),
         BLOCK_M=BLOCK_M,
         **merge_form,
         **early(call.q.device),

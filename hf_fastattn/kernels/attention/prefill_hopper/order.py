@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...spans import FLAGS, KV_STOP, PADDING
+from ...device.visibility import load_spans
 from ..schedule import MAX_SPLITS, MIN_SPLIT
 
 
@@ -26,11 +26,7 @@ def block_at(index, num_blocks, num_packs, total_packs, section):
 @triton.jit
 def live_blocks(
     Spans, q_len, kv_len, window, queries, whole, splits, num_blocks, num_packs, total_packs,
-    KV_STOP: tl.constexpr = KV_STOP,
-    FLAGS: tl.constexpr = FLAGS,
-    PADDING: tl.constexpr = PADDING,
-    MIN_SPLIT: tl.constexpr = MIN_SPLIT,
-    MAX_SPLITS: tl.constexpr = MAX_SPLITS,
+    MIN_SPLIT: tl.constexpr = MIN_SPLIT, MAX_SPLITS: tl.constexpr = MAX_SPLITS,
 ):  # fmt: skip
     """(blocks of a pack without those of padding alone, shares of each block), if each has `splits` shares with the padding.
 
@@ -39,10 +35,11 @@ def live_blocks(
     """
     live = num_blocks
     if (whole == 0) & (num_packs == total_packs):
-        padding = tl.load(Spans + FLAGS, cache_modifier=".cg") >> PADDING
-        live = tl.maximum((q_len - padding + queries - 1) // queries, 1)
+        q_start, _, kv_stop, window, _, _, live_stop = load_spans(
+            Spans, q_len, kv_len, window, False, MAY_END=False, PAST_L1=True
+        )  # fmt: skip
+        live = tl.maximum((live_stop - q_start + queries - 1) // queries, 1)
         if live < num_blocks:  # each of the others is one item
-            most = (num_blocks * (splits - 1) + live) // live
-            keys = tl.minimum(tl.minimum(tl.load(Spans + KV_STOP, cache_modifier=".cg"), kv_len), window)
-            splits = tl.maximum(tl.minimum(tl.minimum(most, MAX_SPLITS), keys // MIN_SPLIT), splits)
+            most = tl.minimum((num_blocks * (splits - 1) + live) // live, MAX_SPLITS)
+            splits = tl.maximum(tl.minimum(most, tl.minimum(kv_stop, window) // MIN_SPLIT), splits)
     return live, splits
