@@ -101,7 +101,7 @@ def assign_tiles(
 
     If the queries of a KV head take several blocks, a program here is a team of programs, one for each of `team_size` blocks, a
     KV head counts once for each team that its blocks need, and num_sms is divided by the size. The members of a team read the
-    same tiles at the same time, so they read memory once.
+    same tiles at the same time, so they read memory once. align: see `begin_of`.
     """
     if BLOCK_B > 1:
         offs_b = tl.arange(0, BLOCK_B)
