@@ -5,7 +5,8 @@
 
 Each checkout runs in a separate process with the model loaded, both on the same GPU. They alternate, and the order is reversed in
 every second pair. The prompt is processed once for each case and process, and each generate() continues from its cache, so the
-figures do not include prefill. A process waits while the other one runs.
+figures do not include prefill. A process waits while the other one runs. With --first, they are the
+times of calls that read the whole prompt and generate one token.
 """
 
 from __future__ import annotations
@@ -23,42 +24,49 @@ from pathlib import Path
 MARK = "\x1e"  # begins the line of an answer; libraries print other lines
 BEFORE, NOW = "before", "now"
 METHOD = "greedy generate() under patch(), 6th new token to last, both trees in turn, median"
+METHOD_FIRST = "generate(max_new_tokens=1) under patch() without a cache, median of 5 calls, both trees in turn, median"
 
 
 def serve(shape: str, device: str, tokens: int) -> None:
-    """The process of one checkout. Each line of stdin is a case (row lengths) or "run"; each is answered in JSON."""
+    """The process of one checkout. Each line of stdin is a case (row lengths), "run" or "first"; each is answered in JSON."""
     import torch
 
     folder = (
         "hf_fastattn.bench" if importlib.util.find_spec("hf_fastattn.bench") else "benchmarks"
     )  # earlier commits had the first
-    models, runs, families = (importlib.import_module(f"{folder}.{name}") for name in ("models", "runs", "families"))
+    models, runs = (importlib.import_module(f"{folder}.{name}") for name in ("models", "runs"))
     from hf_fastattn.patches import patch
 
     where = torch.device(device)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    if shape in families.FAMILIES.keys() - models.SHAPES:
+    if shape not in models.SHAPES:
+        families = importlib.import_module(f"{folder}.families")
         model_type, config = families.FAMILIES[shape]
         config = models.COMMON | {"max_position_embeddings": 4096} | config
         subject = models.of_random_weights(shape, model_type, config, dtype, where, 0)
     else:
         subject = models.load(shape, dtype, where)
-    patched = patch(subject.model, "lean")
+    model, patched = subject.model, patch(subject.model, "lean")
     prompt = cache = None
     reply({"ready": True})
     for line in sys.stdin:
         said = json.loads(line)
+        if said == "first":
+            before, calls = patched.captures, [runs.run(model, prompt, 1) for _ in range(5)]
+            ms, captures = statistics.median(1e3 * call.wall_s for call in calls), patched.captures - before
+            reply({"ms": ms, "replay_ms": None, "captures": captures, "tokens": calls[0].tokens[0].tolist()})
+            continue
         if said != "run":
             cache = None
             runs.free(where)
             prompt = runs.make_prompt(said, subject.text_config.vocab_size, where)
-            cache = runs.run(subject.model, prompt, 8, keep=True).cache
-            runs.run(subject.model, prompt, 8, runs.rewind(cache, prompt))  # captures the decode step
+            cache = runs.run(model, prompt, 8, keep=True).cache
+            runs.run(model, prompt, 8, runs.rewind(cache, prompt))  # captures the decode step
             reply({"ready": True})
             continue
         before = patched.captures
-        ran = runs.run(subject.model, prompt, tokens, runs.rewind(cache, prompt))
+        ran = runs.run(model, prompt, tokens, runs.rewind(cache, prompt))
         replay = runs.replay_ms(patched) if where.type == "cuda" else None
         reply({"ms": ran.ms, "replay_ms": replay, "captures": patched.captures - before, "tokens": ran.tokens[0].tolist()})
 
@@ -92,15 +100,15 @@ class Tree(Answering):
         super().__init__([sys.executable, "-P", str(Path(__file__).resolve()), shape, device, str(tokens)], cwd=path, env=env)
 
 
-def measure(trees: dict[str, Tree], lengths: list[int], pairs: int) -> dict:
-    """Medians and all figures of one case, in milliseconds."""
+def measure(trees: dict[str, Tree], lengths: list[int], pairs: int, what: str) -> dict:
+    """Medians and all figures of one case, in milliseconds. what: "run" or "first", see `serve`."""
     for tree in trees.values():
         tree.ask(lengths)
         tree.answer()
     found: dict[str, list[dict]] = {name: [] for name in trees}
     for pair in range(pairs):
         for name in list(trees) if pair % 2 == 0 else list(trees)[::-1]:
-            trees[name].ask("run")
+            trees[name].ask(what)
             found[name].append(trees[name].answer())
     row: dict = {"lengths": lengths, "same_tokens": found[BEFORE][0]["tokens"] == found[NOW][0]["tokens"]}
     for name, runs in found.items():
@@ -129,12 +137,14 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
     parser.add_argument("--padded", type=int, nargs=2, default=[1024, 16384], help="of padded rows (default: 1024 16384)")
     parser.add_argument("--pairs", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=40, help="default: %(default)s")
+    parser.add_argument("--first", action="store_true", help="time the first token instead, with its prompt")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
     need_gpu(parser, args, {args.shape} & SHAPES.keys(), pairs(args.cases.split(","), args.padded))
     device = find_device(args.device)
     trees = {BEFORE: args.before, NOW: Path(__file__).parent.parent}
-    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "trees": {n: commit(p) for n, p in trees.items()}}
+    what, method = ("first", METHOD_FIRST) if args.first else ("run", METHOD)
+    head = {"conditions": conditions(device, method), "shape": args.shape, "trees": {n: commit(p) for n, p in trees.items()}}
     results = Results(args.out / "commits.json", args.seconds, command(prog, argv), device, **head)
     processes = {name: Tree(path.resolve(), args.shape, str(device), args.tokens) for name, path in trees.items()}
     try:
@@ -144,7 +154,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
             if torch.cuda.is_available() and results.left() < 60:
                 results.say(f"{case} not run: {results.left():.0f} s left")
                 continue
-            row = {"case": case} | measure(processes, row_lengths(case, args.padded), args.pairs)
+            row = {"case": case} | measure(processes, row_lengths(case, args.padded), args.pairs, what)
             results.add(row, case, json.dumps({name: value for name, value in row.items() if name != "lengths"}))
     finally:
         for tree in processes.values():

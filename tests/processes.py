@@ -47,8 +47,11 @@ def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[
     begin, seconds = time.monotonic(), {}
     while len(seconds) < count and time.monotonic() < begin + limit:
         for rank in pids.keys() - seconds.keys():
-            if os.waitpid(pids[rank], os.WNOHANG)[0]:
+            ended, status = os.waitpid(pids[rank], os.WNOHANG)
+            if ended:
                 seconds[rank] = time.monotonic() - begin
+                if code := os.waitstatus_to_exitcode(status):
+                    _say(folder / f"{rank}.txt", code)
         time.sleep(0.02)
     late = sorted(pids.keys() - seconds.keys())
     for rank in late:
@@ -57,6 +60,12 @@ def run(folder: Path, count: int, function, *args, limit: float = 60.0) -> list[
         os.kill(pids[rank], signal.SIGKILL)
         os.waitpid(pids[rank], 0)
     return _ended(folder, count, late, limit, seconds)
+
+
+def _say(path: Path, code: int) -> None:
+    """Append how a process ended. code: negative for that of a signal."""
+    with path.open("a") as out:
+        out.write(f"\nexit code {code}")
 
 
 def _ended(folder: Path, count: int, late: list[int], limit: float, seconds: dict[int, float]) -> list[Ended]:
@@ -93,8 +102,7 @@ def run_on_gpus(folder: Path, count: int, function, *args, limit: float = 120.0)
             if (code := running[rank].poll()) is not None:
                 seconds[rank] = time.monotonic() - begin
                 if code:
-                    with (folder / f"{rank}.txt").open("a") as out:
-                        out.write(f"\nexit code {code}")
+                    _say(folder / f"{rank}.txt", code)
         time.sleep(0.02)
     late = sorted(running.keys() - seconds.keys())
     for rank in late:
@@ -136,6 +144,7 @@ def _be(rank: int, count: int, folder: Path, function, args) -> None:
         os.dup2(out, 1)
         os.dup2(out, 2)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        faulthandler.enable(file=2)  # if a signal ends the process
         faulthandler.register(signal.SIGUSR1, file=2)
         torch.set_num_threads(1)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))

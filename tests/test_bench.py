@@ -728,10 +728,11 @@ def test_families_have_the_size_of_the_named_models(name):
 
 
 @pytest.mark.slow
-def test_two_checkouts_alternate_and_agree(tmp_path):
+@pytest.mark.parametrize("first", [[], ["--first"]])
+def test_two_checkouts_alternate_and_agree(tmp_path, first):
     here = str(Path(commits.__file__).parent.parent)
     options = ["--shape", "tiny", "--cases", "2xpadded", "--padded", "9", "20", "--pairs", "2", "--tokens", "8"]
-    commits.main(["--before", here, *options, "--device", "cpu", "--out", str(tmp_path)])
+    commits.main(["--before", here, *options, "--device", "cpu", "--out", str(tmp_path), *first])
     found = json.loads((tmp_path / "commits.json").read_text())
     (row,) = found["rows"]
     assert row["same_tokens"] and row["lengths"] == [9, 20] and len(row["now"]["all_ms"]) == 2

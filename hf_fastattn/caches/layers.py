@@ -52,8 +52,8 @@ def free_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 46
     if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
+    return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
 
 
 def refuse_unless_fits(
@@ -205,11 +205,13 @@ class Layer(Replaceable):
         track, device = self.track, key_states.device
         source = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
         # Refuse at the first layer if not all layers fit. With several devices their placement is not known yet.
-        missing = sum(not layer.is_initialized for layer in track.layers()) if torch.cuda.device_count() <= 1 else 1
+        several, made = torch.cuda.device_count() > 1, [layer.is_initialized for layer in track.layers()]
         try:
-            track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*self.joined(*source)), device)
+            if several or not any(made):
+                missing = 1 if several else len(made)
+                track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*self.joined(*source)), device)
         except MemoryError:
-            if track.growable and not any(layer.is_initialized for layer in track.layers()):
+            if track.growable and not any(made):
                 track.capacity = min(track.limit, STEP)  # the next call makes room for its own tokens
             raise
         self.buffers = [*self.joined(*source)]

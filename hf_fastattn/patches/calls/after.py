@@ -26,7 +26,7 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
     """
     graphs, device = forwards.graphs, forwards.model.device
     graphs.budget += policy.SHARE * (time.perf_counter() - began)
-    sizes = _sizes(forwards) if alone and forwards.captures_later() else ()
+    sizes = _sizes(forwards) if alone and graphs.rehearsed and forwards.may_capture_later() else ()
     if sizes and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     now = time.perf_counter()

@@ -143,7 +143,7 @@ class Forwards:
             most, before = most_of_prompt(storage, rows, self.most), asked.get(nearest(tokens), 0)
             asked[nearest(tokens)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
-            options["later"] = storage is self.storage and policy.SHARE > 0 and self.captures_later()
+            options["later"] = storage is self.storage and policy.SHARE > 0 and self.may_capture_later()
             size, wanted = choose(self.cost.over(storage), rows, tokens, tokens_in(cache), **options)
             if before >= 0 and storage is self.storage:
                 self.wanted |= wanted
@@ -153,13 +153,13 @@ class Forwards:
             size = None
         return size if graphs.ranks.same("the size of a prompt", size) else None
 
-    def captures_later(self) -> bool:
-        """Whether graphs may be captured after the reply: a step can be undone, and only trusted code runs in it."""
+    def may_capture_later(self) -> bool:
+        """Whether graphs may be captured after the reply: a step can be undone, and only trusted code runs in it, as far as a
+        step has been rehearsed."""
         graphs, storage = self.graphs, self.storage
         if storage is None or not storage.takes_prompts or storage.states() or storage.looks_ahead:
             return False
-        alone = not graphs.ranks.several and bool(graphs.rehearsed) and not graphs.runs_own
-        return self.stock and alone and graphs.late and not graphs.closed
+        return self.stock and not (graphs.ranks.several or graphs.runs_own or graphs.closed) and graphs.late
 
     def _why_not(self, cache: object, ids: torch.Tensor | None, mask: object) -> str | None:
         """The reason why this step cannot be captured, judged by its arguments, or None."""
