@@ -48,6 +48,8 @@ def serve(shape: str, device: str, tokens: int) -> None:
     else:
         subject = models.load(shape, dtype, where)
     model, patched = subject.model, patch(subject.model, "lean")
+    if where.type == "cuda" and hasattr(patched, "warm"):
+        patched.warm()  # else a thread would list the kernels beside the calls
     prompt = cache = None
     reply({"ready": True})
     for line in sys.stdin:
