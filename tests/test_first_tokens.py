@@ -286,6 +286,21 @@ def test_sizes_are_captured_after_a_reply(llama, compared, monkeypatch):
     assert found[0] == {1, 128} and found[3] == {1, 128, 256} and captures == [2, 2, 2, 3, 3, 3, 3]
 
 
+def test_the_first_message_is_rehearsed_after_its_reply(llama, ran, monkeypatch):
+    expected, at_tokens, own = ask(llama, 100), [], hf.MaxLengthCriteria.__call__
+    count = lambda *args, **options: (at_tokens.append({**ran}), own(*args, **options))[1]  # noqa: E731
+    monkeypatch.setattr(hf.MaxLengthCriteria, "__call__", count)
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+    with hf_fastattn.patch(llama) as patch:
+        cache = PreallocatedCache(llama, 256)
+        ask(llama, 20, past_key_values=cache, max_new_tokens=1)  # which gives it buffers, and runs no step
+        cache.reset()
+        found = ask(llama, 100, past_key_values=cache)
+        assert at_tokens[1] == {"rehearse": 0, "capture": 0} and at_tokens[2]["rehearse"] == 1  # the latter of a step
+        assert sizes(patch) == {1, 128} and ran == {"rehearse": 2, "capture": 2} and not patch.reasons
+    assert torch.equal(found, expected)
+
+
 def test_prompts_wait_for_no_capture_while_there_is_no_time_after_replies(llama, monkeypatch):
     monkeypatch.setattr(policy, "SHARE", 1e-9)
     with hf_fastattn.patch(llama) as patch:

@@ -53,7 +53,7 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
-    return free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
+    return int(free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"])
 
 
 def refuse_unless_fits(
