@@ -168,6 +168,9 @@ def storage_of(kinds: Sequence[Kind], capacity: int, kv_dtype: str | None, growa
     return states.storage_of(kinds, capacity, growable) if kv_dtype is None else CodedStorage(kinds, capacity, kv_dtype, growable)
 
 
+CHANGED = frozenset({"diffllama", "jetmoe"})  # models whose code repeats or joins heads of K or V after their cache has them
+
+
 def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -> str | None:
     """Why the layers of a model cannot store K and V in this dtype; None if they can."""
     if kv_dtype is None:
@@ -182,6 +185,8 @@ def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -
         reason = "for layers that all have K and V, and no recurrent states; this model has others"
     elif hf.has_latents(config):
         reason = "for K and V that attention reads as they are cached, and this model caches latents (MLA)"
+    elif config.get_text_config(decoder=True).model_type in CHANGED:
+        reason = "for K and V that attention reads as they are cached, and the code of this model changes them"
     elif "full" not in kinds:
         reason = "for layers that keep all tokens, and each layer of this model has a sliding window"
     elif wide := [s for s in hf.layer_shapes(config) if s.head_dim > 256 or s.head_dim % 2 or s.value_dim % 2]:
