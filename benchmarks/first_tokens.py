@@ -21,7 +21,7 @@ from hf_fastattn.caches import PreallocatedCache
 from hf_fastattn.patches import patch
 
 from . import families
-from .models import Subject
+from .models import SHAPES, Subject
 from .results import Results, command
 from .runs import Prompt, free, make_prompt, run
 
@@ -48,12 +48,18 @@ CASES: dict[str, tuple[list[int], int, bool]] = {
 }
 
 
+def tokens_of(name: str) -> int:
+    """The most tokens of one cache in a case."""
+    lengths, past, _ = CASES[name]
+    return past + sum(lengths) + (NEW + 1) * len(lengths)
+
+
 def life(subject: Subject, name: str, device: torch.device, under=None) -> dict[str, list]:
     """The first tokens of one case. under: the Patch; None for stock generate()."""
     lengths, past, chat = CASES[name]
     model, vocab = subject.model, subject.text_config.vocab_size
     found: dict[str, list] = {"first_token_s": [], "before": [], "after": []}
-    text = make_prompt([past + sum(lengths) + (NEW + 1) * len(lengths)], vocab, device).ids
+    text = make_prompt([tokens_of(name)], vocab, device).ids
     new = 2 if under is None else NEW
 
     def ask(ids: torch.Tensor, cache, **options):
@@ -119,9 +125,9 @@ def measure(subject: Subject, name: str, device: torch.device) -> dict:
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.first_tokens") -> int:
     """Measure the chosen cases. Returns 0, or 1 if there was no time for one."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0])
-    args = families.read_cases(parser, argv, CASES, reserve=20, seconds=250)
+    args = families.read_cases(parser, argv, CASES, reserve=20, seconds=250, shapes=SHAPES | families.FAMILIES)
     head = {"method": METHOD, "unit": "ms"}
-    begun = families.each(args, measure, add)
+    begun = families.each(args, measure, add, max(map(tokens_of, args.only)))
     return families.run_cases(parser, args, f"first_tokens_{args.shape}", command(prog, argv), head, begun)
 
 
