@@ -736,6 +736,7 @@ def test_two_checkouts_alternate_and_agree(tmp_path, first):
     found = json.loads((tmp_path / "commits.json").read_text())
     (row,) = found["rows"]
     assert row["same_tokens"] and row["lengths"] == [9, 20] and len(row["now"]["all_ms"]) == 2
+    assert found["conditions"]["method"] == (commits.METHOD_FIRST if first else commits.METHOD)
     assert row["now_over_before"] == row["now"]["ms"] / row["before"]["ms"] and set(found["measured_by"]) == {row["run"]}
     shown = [cell.strip() for cell in sections.commits(found).splitlines()[-1].split("|")]
     assert shown[1] == "2xpadded" and shown[4:6] == ["-", "-"]  # no graphs here, so the host's part is not known

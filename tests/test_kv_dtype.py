@@ -21,7 +21,6 @@ from transformers import DynamicCache
 
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, hf
-from hf_fastattn.caches import eight_bits as eight_bit_caches
 from hf_fastattn.caches.eight_bits import ByteLayer
 from hf_fastattn.kernels import TritonKernel, eight_bits, reference
 from hf_fastattn.kernels.decode.append import append
@@ -378,7 +377,7 @@ def test_what_is_refused(llama, monkeypatch):
         for refuse in (hf_fastattn.patch, hf_fastattn.explain):
             with pytest.raises(ValueError, match="attention reads as they are cached, and the code of this model changes them"):
                 refuse(model, kv_dtype="int8")
-    monkeypatch.setattr(eight_bit_caches, "CHANGED", frozenset())  # as of a model that is not known to do it
+    monkeypatch.setattr(hf, "changes_cached", lambda config: False)  # as of a model that is not known to do it
     changed = pytest.raises(ValueError, match="changes K and V after they are stored in 8 bits")
     with hf_fastattn.patch(repeats, kv_dtype="int8"), changed:
         repeats.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)

@@ -168,9 +168,6 @@ def storage_of(kinds: Sequence[Kind], capacity: int, kv_dtype: str | None, growa
     return states.storage_of(kinds, capacity, growable) if kv_dtype is None else CodedStorage(kinds, capacity, kv_dtype, growable)
 
 
-CHANGED = frozenset({"diffllama", "jetmoe"})  # models whose code repeats or joins heads of K or V after their cache has them
-
-
 def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -> str | None:
     """Why the layers of a model cannot store K and V in this dtype; None if they can."""
     if kv_dtype is None:
@@ -185,7 +182,7 @@ def why_not(kv_dtype: object, model: hf.PreTrainedModel | hf.PreTrainedConfig) -
         reason = "for layers that all have K and V, and no recurrent states; this model has others"
     elif hf.has_latents(config):
         reason = "for K and V that attention reads as they are cached, and this model caches latents (MLA)"
-    elif config.get_text_config(decoder=True).model_type in CHANGED:
+    elif hf.changes_cached(config):
         reason = "for K and V that attention reads as they are cached, and the code of this model changes them"
     elif "full" not in kinds:
         reason = "for layers that keep all tokens, and each layer of this model has a sliding window"

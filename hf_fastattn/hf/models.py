@@ -51,6 +51,11 @@ def _layer_shape(config: PreTrainedConfig, name: str) -> LayerShape:
     return LayerShape(heads, kv_heads, head_dim, value_dim)
 
 
+def changes_cached(config: PreTrainedConfig) -> bool:
+    """Whether the code of a decoder repeats or joins heads of K or V that its cache returns, before attention reads them."""
+    return config.get_text_config(decoder=True).model_type in ("diffllama", "jetmoe")
+
+
 def has_latents(config: PreTrainedConfig) -> bool:
     """Whether a decoder has latent attention (MLA): its own code computes K and V from what a cache holds."""
     text = config.get_text_config(decoder=True)

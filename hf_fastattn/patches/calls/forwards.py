@@ -154,8 +154,7 @@ class Forwards:
         return size if graphs.ranks.same("the size of a prompt", size) else None
 
     def may_capture_later(self) -> bool:
-        """Whether graphs may be captured after the reply: a step can be undone, and only trusted code runs in it, as far as a
-        step has been rehearsed."""
+        """Whether graphs may be captured after the reply: a step can be undone, and no rehearsal has run code of the user."""
         graphs, storage = self.graphs, self.storage
         if storage is None or not storage.takes_prompts or storage.states() or storage.looks_ahead:
             return False
