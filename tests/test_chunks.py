@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import FAMILIES, tiny
+from models import FAMILIES, longrope, tiny
 
 import hf_fastattn
 from hf_fastattn import explain
@@ -49,6 +49,20 @@ def test_a_prompt_is_read_in_the_largest_chunks_that_fit(family, reads):
     for fit, lengths in ((1000, [30]), (60, [30]), (59, [28, 2]), (25, [12, 12, 6]), (3, [4] * 7 + [2]), (-50, [4] * 7 + [2])):
         got, read = reads(model, ids, fit)
         assert torch.equal(got, want) and [n for _, n in read] == lengths
+
+
+@pytest.mark.parametrize("limit, lengths", [(64, [12, 12, 6]), (20, [30])])
+def test_frequencies_that_change_with_the_length_are_those_of_the_whole_prompt(reads, limit, lengths):
+    model, ids = longrope("phi3", limit), prompts(2)
+    want = model.generate(ids, max_new_tokens=3, do_sample=False)
+    got, read = reads(model, ids, 25)
+    assert torch.equal(got, want) and [n for _, n in read] == lengths
+
+
+def test_explain_knows_models_that_read_a_prompt_whole(monkeypatch):
+    monkeypatch.setattr(chunks, "largest", lambda *_: chunks.STEP)
+    found = [explain(model, length=16_384).chunk for model in (tiny("llama"), longrope("phi3", 64))]
+    assert found == [chunks.STEP, None]
 
 
 def test_what_chunks_would_change_is_read_whole(reads):

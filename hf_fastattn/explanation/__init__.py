@@ -156,6 +156,7 @@ def explain(
     if figures.rate is None:
         name, other = str(facts.dtype).removeprefix("torch."), "float16" if figures.arch < OLDEST else "bfloat16"
         notes.append(f"No rate of {name} is published for this GPU: times are those of bytes. dtype={other!r} has one.")
+    whole = ranks > 1 or batch * length <= chunks.SHORT or chunks.changes(model, length)
     each, room = chunks.bytes_per_token(model), figures.memory - facts.weight_bytes - batch * facts.kv_bytes(length)
     return Explanation(
         facts=facts,
@@ -170,7 +171,7 @@ def explain(
         step=costs.step(facts, figures, batch, length),
         prompt=costs.prompt(facts, figures, batch, length),
         activation_bytes=batch * length * each,
-        chunk=None if ranks > 1 or batch * length <= chunks.SHORT else chunks.largest(batch, length, each, room),
+        chunk=None if whole else chunks.largest(batch, length, each, room),
         roofline=costs.roofline(facts, figures, length),
         ring_chunk=costs.ring_chunk(facts, figures),
         longest=costs.longest(facts, figures, batch),

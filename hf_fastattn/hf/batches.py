@@ -102,7 +102,7 @@ class StringEnds:
 
 
 def longest_rotated(model: PreTrainedModel) -> int | None:
-    """The longest text for which all rows of a batch have the same rotary frequencies; None if any text has."""
+    """The longest text whose parts all have the same rotary frequencies; None if any text has."""
     found = []
     for module in model.modules():
         config: Any = getattr(module, "config", None)

@@ -51,6 +51,8 @@ def choose(
         return
     if config.prefill_chunk_size is not None or config.output_hidden_states or config.output_attentions:
         return
+    if changes(model, seen + new):
+        return
     if any(name not in TENSORS and name != hf.CACHE and has_tensors(x) for name, x in given.items()):
         return  # images, and what else belongs to some of the tokens
     if (free := free_bytes(model.device)) is None:
@@ -61,6 +63,12 @@ def choose(
     each = bytes_per_token(model)
     if largest(prompts, new, each, free) is not None:
         config.prefill_chunk_size = largest(rows, new, each, free)
+
+
+def changes(model: hf.PreTrainedModel, tokens: int) -> bool:
+    """Whether a text of so many tokens has other rotary frequencies in chunks: a forward has those of its last token."""
+    longest = hf.longest_rotated(model)
+    return longest is not None and tokens > longest
 
 
 def free_bytes(device: torch.device) -> int | None:
