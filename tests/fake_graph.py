@@ -141,4 +141,4 @@ def use(monkeypatch, prompts: bool = True) -> None:
 
 def only_steps(monkeypatch) -> None:
     """Let prompts and messages run from Python, for tests that count the graphs of decode steps."""
-    monkeypatch.setattr(forwards.Forwards, "_is_short", lambda *_: False)
+    monkeypatch.setattr(forwards.Forwards, "_can_be_steps", lambda *_: False)

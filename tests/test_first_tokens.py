@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import fake_graph
 import pytest
 import torch
-from models import VOCAB, family, prompts, tiny
+from models import VOCAB, family, longrope, prompts, tiny
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -19,9 +19,11 @@ from hf_fastattn import PreallocatedCache, hf
 from hf_fastattn.caches import storage
 from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import ahead, warm
+from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.fused import experts
 from hf_fastattn.patches.graphs import graphs, policy, verify
 from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
+from hf_fastattn.patches.graphs.state import Uncapturable
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +77,11 @@ LATER = [  # of 5 tokens, if the graph is captured after the reply
 def test_the_size_of_a_prompt():
     costs = {name: cost_of(name) for name in ("1b", "8b")}
     for name, tokens, past, there, asked, most, expected in SIZES:
-        found = choose(costs[name], 1, tokens, past, graphs=there, asked=asked, most=most).size
-        assert found == expected, (name, tokens, past, there, asked)
+        found = choose(costs[name], 1, tokens, past, graphs=there, asked=asked, most=most).sizes
+        assert found == (() if expected is None else (expected,)), (name, tokens, past, there, asked)
     for there, asked, own, expected in LATER:
-        found = choose(costs["1b"], 1, 5, 0, graphs=there, asked=asked, most=2048, own=own, later=True).size
-        assert found == expected, (there, asked, own)
+        found = choose(costs["1b"], 1, 5, 0, graphs=there, asked=asked, most=2048, own=own, later=True).sizes
+        assert found == (() if expected is None else (expected,)), (there, asked, own)
     assert 3 * len(policy.SIZES) <= graphs.MAX_GRAPHS  # eight sizes for three batches are kept
 
 
@@ -89,9 +91,9 @@ def test_padding_never_costs_more_than_5_percent_or_1_ms(name):
     for past in (0, 4096, 65536):
         for tokens in (1, 3, 17, 65, 129, 257, 300, 513, 600, 1025, 1100, 1999):
             for there in ((), (1024, 2048), policy.SIZES):
-                size = choose(cost, 1, tokens, past, graphs=there, asked=0, most=2048).size
+                sizes = choose(cost, 1, tokens, past, graphs=there, asked=0, most=2048).sizes
                 python = cost.python(1, tokens, past)
-                assert size is None or cost.graph(1, size, past, tokens) <= max(1.05 * python, python + 1e-3)
+                assert all(cost.graph(1, size, past, tokens) <= max(1.05 * python, python + 1e-3) for size in sizes)
 
 
 def test_what_is_wanted_after_a_reply():
@@ -447,8 +449,8 @@ def test_the_padding_of_a_mixture_has_no_experts():
     model = hf.model_on_meta(hf.make_config("qwen3_moe", **sizes), torch.bfloat16)
     computed = Cost.of(model)
     experts.use([module for module in model.modules() if hf.asks_for_experts(module)])
-    found = [choose(cost, 1, 3, 0, graphs=(128,), asked=0, most=512).size for cost in (computed, Cost.of(model))]
-    assert found == [16, 128]
+    found = [choose(cost, 1, 3, 0, graphs=(128,), asked=0, most=512).sizes for cost in (computed, Cost.of(model))]
+    assert found == [(16,), (128,)]
 
 
 def test_padding_is_not_stored(llama):
@@ -496,3 +498,124 @@ def test_another_thread_begins_a_call_after_the_captures(llama, monkeypatch):
             ask(llama, tokens)
         other[0].join()
         assert torch.equal(found[0], expected) and not patch.reasons
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Let prompts of small models be read in parts: the launches of a layer from Python seem to take half a second."""
+    monkeypatch.setattr(policy, "SIZES", (1, 8, 32))
+    monkeypatch.setattr(policy, "MOST", 32)
+    monkeypatch.setattr(policy, "NEAREST", (1, 8, 16, 32))
+    monkeypatch.setattr(policy, "LAUNCHES", (0.5, 0.5))
+    monkeypatch.setattr(policy, "REPLAY", 1e-2)  # so that few parts take the least time
+    monkeypatch.setattr(policy, "USUAL", (1, 32))
+    monkeypatch.setattr(policy, "PARTS", 4)
+    monkeypatch.setattr(policy, "SHARE", 1e9)
+
+
+IN_PARTS = ["llama", "mistral_window_below_prompt", "gpt_oss", "qwen2", "gemma2", "opt"]
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_prompts_and_messages_are_read_in_parts(name, in_parts):
+    """By graphs that other prompts have left, of any length, in a new cache and behind a text."""
+    model = family(name, "cpu")
+    lengths, expected, read = (40, 8, 100, 77, 33, 130, 64), {}, {}
+
+    def chat(cache):
+        text, found = torch.zeros((1, 0), dtype=torch.int64), []
+        for tokens in lengths[:5]:
+            ids = torch.randint(2, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+            text = model.generate(torch.cat([text, ids], 1), past_key_values=cache, max_new_tokens=3, do_sample=False)
+            found.append(text)
+        return found
+
+    expected = [ask(model, tokens) for tokens in lengths]
+    of_chat = chat(PreallocatedCache(model))
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            for tokens, want in zip(lengths, expected, strict=True):
+                before = patch.replays, patch.captures
+                assert torch.equal(ask(model, tokens), want), tokens
+                read[tokens] = patch.replays - before[0] - 3, patch.captures - before[1]
+        assert all(map(torch.equal, chat(PreallocatedCache(model, 512)), of_chat))
+        assert (patch.uncaptured, patch.reasons) == (0, [])
+    assert read == {tokens: (-(-tokens // 32), 0) for tokens in lengths}
+
+
+def test_what_is_not_read_in_parts(in_parts):
+    """Padding, other logits than those of the last token, and frequencies that differ between the parts."""
+    llama, changing = tiny("llama"), longrope("phi3", 64)
+    with hf_fastattn.patch(llama) as patch:
+        for tokens in (40, 8, 100):
+            ask(llama, tokens)
+        before = patch.replays
+        ids = torch.randint(2, VOCAB, (1, 100), generator=torch.Generator().manual_seed(1))
+        mask = (torch.arange(100) > 4).long()[None]
+        padded = llama.generate(ids, attention_mask=mask, max_new_tokens=1)
+        assert patch.replays == before
+        ask(llama, 100, max_new_tokens=1)
+        assert patch.replays == before + 4
+    assert torch.equal(llama.generate(ids, attention_mask=mask, max_new_tokens=1), padded)
+    expected = [ask(changing, tokens) for tokens in (40, 59, 61, 100)]
+    with hf_fastattn.patch(changing) as patch:
+        for tokens in (40, 8, 30, 90):
+            ask(changing, tokens)
+        read = []
+        for tokens, want in zip((40, 59, 61, 100), expected, strict=True):
+            before = patch.replays
+            assert torch.equal(ask(changing, tokens), want)
+            read.append(patch.replays - before - 3)
+        assert read == [2, 2, 2, 0] and not patch.reasons
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_prompt_whose_second_part_is_interrupted_leaves_the_cache_as_it_was(llama, in_parts, monkeypatch, error):
+    cache, replay = PreallocatedCache(llama, 256), fake_graph.RecordedGraph.replay
+    with hf_fastattn.patch(llama) as patch:
+        for tokens in (40, 8, 32):
+            cache.reset()
+            first = ask(llama, tokens, past_key_values=cache)
+        longer = torch.cat([first, first[:, :40], first[:, :40]], 1)
+        seen, replays = cache.get_seq_length(), []
+
+        def interrupted(graph):
+            replays.append(graph)
+            if len(replays) == 2:
+                raise error("in a part")
+            return replay(graph)
+
+        with monkeypatch.context() as once:
+            once.setattr(fake_graph.RecordedGraph, "replay", interrupted)
+            with pytest.raises(error, match="in a part"):
+                llama.generate(longer, past_key_values=cache, max_new_tokens=4)
+        assert len(replays) == 2 and cache.get_seq_length() == seen
+        found = llama.generate(longer, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        assert not patch.reasons
+    assert torch.equal(found, llama.generate(longer, max_new_tokens=4, do_sample=False))
+
+
+def test_what_follows_a_part_that_cannot_be_captured_is_read_from_python(llama, in_parts, monkeypatch):
+    step, calls = forwards.Forwards._step, []
+
+    def refused(self, cache, ids, given, size):
+        calls.append(ids.shape[1])
+        if len(calls) == 2:
+            raise Uncapturable("for a test")
+        return step(self, cache, ids, given, size)
+
+    expected = ask(llama, 100)
+    with hf_fastattn.patch(llama) as patch:
+        for tokens in (40, 8):
+            ask(llama, tokens)
+        monkeypatch.setattr(forwards.Forwards, "_step", refused)
+        assert torch.equal(ask(llama, 100), expected) and calls[:4] == [32, 32, 1, 1] and not patch.reasons
+
+
+def test_a_model_that_changes_between_prompts_in_parts(llama, in_parts):
+    with hf_fastattn.patch(llama):
+        for tokens in (40, 8, 100):
+            ask(llama, tokens)
+        llama.model.layers[0].self_attn.scaling *= 0.5
+        found = ask(llama, 100)
+    assert torch.equal(found, ask(llama, 100))

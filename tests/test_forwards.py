@@ -305,7 +305,8 @@ def test_short_messages_after_a_cached_text(name, padding):
     expected = converse()
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(converse(), expected)
-        assert tokens_of_graphs(patch) == {1, 16, 64}
+        # Without padding that of 16 tokens reads longer messages in two parts.
+        assert tokens_of_graphs(patch) == ({1, 16} if padding == "no_padding" else {1, 16, 64})
         assert not patch.uncaptured and not patch.reasons
 
 
@@ -320,9 +321,9 @@ def test_more_tokens_than_a_graph_has_and_pictures_are_read_from_python(llama, m
         assert [entry.tokens for entry in patch._graphs.entries[cache.storage]] == [64] and patch.captures == 1
         reads = Forwards(patch._graphs, llama, llama, print)
         given = {"input_ids": ids[:, :4], "past_key_values": cache, "position_ids": ids[:, :4]}
-        assert reads._is_short(cache, ids[:, :4], given)
-        assert not reads._is_short(cache, ids[:, :4], {**given, "pixel_values": torch.zeros(1, 3, 8, 8)})
-        assert not reads._is_short(cache, ids[:, :4], {**given, "attention_mask": torch.zeros(1, 1, 4, 100)})
+        assert reads._can_be_steps(cache, ids[:, :4], given)
+        assert not reads._can_be_steps(cache, ids[:, :4], {**given, "pixel_values": torch.zeros(1, 3, 8, 8)})
+        assert not reads._can_be_steps(cache, ids[:, :4], {**given, "attention_mask": torch.zeros(1, 1, 4, 100)})
 
 
 def test_a_step_near_the_end_of_the_buffers(llama, inputs):

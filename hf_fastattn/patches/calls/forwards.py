@@ -4,9 +4,9 @@ The forwards of a generate() go through a Forwards. It copies the small inputs o
 and returns an output of the model's own type. The first step of a kind runs uncaptured on the same tensors, as a rehearsal. The
 second step is captured, which runs the model's Python once (record.py).
 
-A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a short prompt, or a
-message that follows a cached text. Steps of several tokens are padded to one of few sizes, which `policy` chooses for a prompt or
-a message; the rounds of speculation have the nearest one.
+A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a prompt, or a message
+that follows a cached text. Steps of several tokens are padded to one of few sizes. `policy` chooses it for a prompt or a message,
+which several steps may read one after the other; the rounds of speculation have the nearest one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...attention.step import Unpackable
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
 from ..graphs import policy
-from ..graphs.entry import KEEP, Entry, Inputs, grows, unpaddable
+from ..graphs.entry import KEEP, PADDED, Entry, Inputs, grows, unpaddable
 from ..graphs.graphs import DecodeGraphs, why_not_read
 from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_of_prompt, most_tokens, nearest, several, tokens_in
 from ..graphs.present import Present
@@ -88,9 +88,9 @@ class Forwards:
         cache: Any = hf.cache_in(given)
         ids: Any = given.get("input_ids")
         prompt, self.begun = not self.begun or self._reads_prompt(cache, ids), True
-        size = None
+        sizes: tuple[int, ...] = ()
         if prompt:
-            if (size := self._size(cache, ids, given)) is None:
+            if not (sizes := self._sizes(cache, ids, given)):
                 return self._forward(given, prompt=True)
         elif (reason := self._why_not(cache, ids, given.get("attention_mask"))) is not None:
             return self._uncaptured(reason, given)
@@ -99,17 +99,32 @@ class Forwards:
         with self.graphs.lock:
             if self.graphs.closed:
                 return self._uncaptured("the patch was undone during a call", given)
+            seen = [layer.seen for layer in cache.storage.counted] if len(sizes) > 1 else None
             try:
-                return self._step(cache, ids, given, size or nearest(ids.shape[1]))
-            except Uncapturable as error:
-                reason = str(error)
-                if self.quiet:
-                    if self.present.state is not None:  # the reason is the model's code, not its present state
-                        self.graphs.asked[cache.storage][nearest(ids.shape[1])] = NEVER
-                    return self._forward(given)
-                if not prompt:
-                    self.refused = reason
-                return self._uncaptured(reason, given)
+                return self._steps(cache, ids, given, sizes or (nearest(ids.shape[1]),), prompt)
+            except BaseException:
+                if seen is not None:  # of a part, and other parts were read before
+                    cache.storage.interrupt(seen)
+                raise
+
+    def _steps(self, cache: Any, ids: torch.Tensor, given: Inputs, sizes: tuple[int, ...], prompt: bool) -> Any:
+        """The output of the last of these steps, each of which reads so many tokens. What follows one that cannot be captured is
+        read from Python."""
+        try:
+            for size in sizes[:-1]:
+                part, others = _split(given, size)
+                self._step(cache, part["input_ids"], part, size)
+                given = others
+            return self._step(cache, given["input_ids"], given, sizes[-1])
+        except Uncapturable as error:
+            reason = str(error)
+            if self.quiet:
+                if self.present.state is not None:  # the reason is the model's code, not its present state
+                    self.graphs.asked[cache.storage][_near(ids)] = NEVER
+                return self._forward(given)
+            if not prompt:
+                self.refused = reason
+            return self._uncaptured(reason, given)
 
     def _reads_prompt(self, cache: object, ids: torch.Tensor | None) -> bool:
         """Whether a forward after the first reads the prompt: a chunk of it, or all of it if the model dropped its cache."""
@@ -118,40 +133,51 @@ class Forwards:
         many, tokens = ids.shape[1] > 1, tokens_in(cache)
         return (many or tokens < max(1, self.prompt)) if self.chunked else (many and not tokens)
 
-    def _is_short(self, cache: object, ids: torch.Tensor | None, given: Inputs) -> bool:
-        """Whether a forward that reads the prompt can be a step: some hundred tokens of text at most."""
+    def _can_be_steps(self, cache: object, ids: torch.Tensor | None, given: Inputs) -> bool:
+        """Whether a forward that reads the prompt can be a step of some hundred tokens of text, or several of them."""
         if self.refused is not None or ids is None or not isinstance(cache, StoredCache) or cache.storage.resized:
             return False
         storage = cache.storage
-        if ids.shape[1] > most_tokens(storage, len(ids), self.most) or not (storage.takes_prompts or tokens_in(cache)):
+        if not (storage.takes_prompts or tokens_in(cache)):
             return False
         if given.get("attention_mask") is not None and not (storage is self.unmasked or storage.takes_mask):
             return False  # it may say that new tokens are padding
         return unpaddable(given) is None
 
-    def _size(self, cache: Any, ids: Any, given: Inputs) -> int | None:
-        """The number of tokens of the graph that reads a prompt; None if it is read from Python."""
-        if not self._is_short(cache, ids, given):
-            return None
-        graphs, storage, (rows, tokens) = self.graphs, cache.storage, ids.shape
-        asked, size = graphs.asked.setdefault(storage, {}), None
+    def _sizes(self, cache: Any, ids: Any, given: Inputs) -> tuple[int, ...]:
+        """The numbers of tokens of the graphs that read a prompt one after the other; () if it is read from Python."""
+        if not self._can_be_steps(cache, ids, given):
+            return ()
+        graphs, storage, (rows, tokens), seen = self.graphs, cache.storage, ids.shape, tokens_in(cache)
+        in_parts = self._reads_in_parts(storage, rows, seen + tokens, given)
+        if tokens > most_tokens(storage, rows, self.most) and not in_parts:
+            return ()
+        asked: dict[int, int] = graphs.asked.setdefault(storage, {})
+        sizes: tuple[int, ...] = ()
         if tokens == 1:
-            size = 1
+            sizes = (1,)
         elif not storage.looks_ahead:
             masked = storage is not self.unmasked and given.get("attention_mask") is not None
             there = graphs.sizes(storage, rows, given.get(KEEP) == 1, masked)
-            most, before = most_of_prompt(storage, rows, self.most), asked.get(nearest(tokens), 0)
-            asked[nearest(tokens)] = before + 1
+            most, before = most_of_prompt(storage, rows, self.most), asked.get(_near(ids), 0)
+            asked[_near(ids)] = before + 1
             options: dict[str, Any] = {"graphs": there, "asked": before, "most": most, "own": graphs.runs_own}
-            options["later"] = storage is self.storage and policy.SHARE > 0 and self.may_capture_later()
-            size, wanted = choose(self.cost.over(storage), rows, tokens, tokens_in(cache), **options)
+            options |= {"later": storage is self.storage and policy.SHARE > 0 and self.may_capture_later(), "in_parts": in_parts}
+            sizes, wanted = choose(self.cost.over(storage), rows, tokens, seen, **options)
             if before >= 0 and storage is self.storage:
                 self.wanted |= wanted
                 self.around = type(cache).around
                 self.prompted = {name: value for name, value in given.items() if name not in hf.CACHES}
         if storage.rows != rows:  # there are no buffers yet
-            size = None
-        return size if graphs.ranks.same("the size of a prompt", size) else None
+            sizes = ()
+        return sizes if graphs.ranks.same("the sizes of a prompt", sizes) else ()
+
+    def _reads_in_parts(self, storage: Storage, rows: int, tokens: int, given: Inputs) -> bool:
+        """Whether several steps may read a prompt that ends with so many tokens: without padding, into buffers with room for all
+        of it, with the same rotary frequencies, for the logits of its last token."""
+        padded = given.get("attention_mask") is not None and storage is not self.unmasked
+        fits = storage.takes_prompts and storage.rows == rows and storage.holds(tokens)
+        return fits and not padded and given.get(KEEP) == 1 and tokens <= self.graphs.longest_rotated(storage)
 
     def may_capture_later(self) -> bool:
         """Whether graphs may be captured after the reply: a step can be undone, and no rehearsal has run code of the user."""
@@ -332,6 +358,22 @@ class Forwards:
                 inputs["attention_mask"] = hf.decode_mask(self.model, {**inputs, "input_ids": padded})
             if inputs["attention_mask"] is None:
                 raise Uncapturable("it takes one mask for all layers, and with padding a sliding window needs its own")
+
+
+def _near(ids: torch.Tensor) -> int:
+    """The size under which prompts of so many tokens are counted."""
+    return nearest(min(ids.shape[1], policy.NEAREST[-1]))
+
+
+def _split(given: Inputs, tokens: int) -> tuple[Inputs, Inputs]:
+    """The arguments of a forward that reads the first tokens of each row, and of one that reads the others."""
+    every, first, others = given["input_ids"].shape[1], dict(given), dict(given)
+    for name in PADDED & given.keys():
+        if (value := given[name]) is not None:
+            first[name], others[name] = value[..., :tokens], value[..., tokens:]
+    if grows(mask := given.get("attention_mask")):
+        first["attention_mask"] = mask[:, : mask.shape[1] - every + tokens]
+    return first, others
 
 
 def _adds_one(mask: object, seen: int) -> bool:

@@ -168,6 +168,13 @@ class DecodeGraphs:
             and (entry.tensors["input_ids"].shape[0], entry.last, entry.masked) == (rows, last, masked)
         }
 
+    def longest_rotated(self, storage: Storage) -> int:
+        """The longest text for which the graphs over a storage have the same rotary frequencies in each of its steps."""
+        limits = [
+            table.limit for entry in self.entries.get(storage, ()) for _, tables in entry.rotaries for table in tables.values()
+        ]
+        return min(limits, default=1 << 62)
+
     def clear(self) -> None:
         self.entries.clear()
         self.rehearsed.clear()

@@ -1,13 +1,15 @@
 """Which graph reads a prompt or a message, and which graphs are captured after a reply.
 
 A step is bound by reading weights up to some hundred tokens, so few sizes serve most prompts: SIZES. Where their padding costs
-more than it saves, by the arithmetic of `Cost`, a size of NEAREST is used, or the model's Python, which reads no padding.
+more than it saves, by the arithmetic of `Cost`, a size of NEAREST is used, several graphs one after the other, each of which
+reads a part of the prompt, or the model's Python, which reads no padding.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,9 @@ LAUNCHES = 0.85e-3, 1.8e-3  # seconds of a layer's launches from Python, on host
 FLOPS = 6e14, 1.5e14  # that products reach in 16 bits: on Hopper and later, before; in 32 bits a tenth
 BYTES = 3.6e12, 1.5e12  # that a second reads: between those of an H100 and an H200, before
 OF_ATTENTION = 0.6  # of FLOPS
+PARTS = 16  # the most graphs of one size that read a prompt one after the other
+REPLAY, GAP = 1e-3, 2e-4  # seconds of the host for each of them, and of the device between two
+SLOW = 2  # how many times as long launches may take on other hosts: prompts whose kernels take longer are not read in parts
 
 
 def nearest(tokens: int) -> int:
@@ -149,46 +154,113 @@ def launch_bound(model: hf.PreTrainedModel, arch: int | None = None) -> int:
     return MOST if model.device.type != "cuda" and arch is None else Cost.of(model, arch).launch_bound()
 
 
-class Choice(NamedTuple):
-    """size: tokens of each row in the graph that reads a prompt; None: it is read from Python. wanted: sizes to capture later."""
+Reading = tuple[float, tuple[int, ...]]  # seconds, and the sizes of the graphs that read a prompt one after the other
+NO_GRAPHS: Reading = math.inf, ()
 
-    size: int | None
+
+class Choice(NamedTuple):
+    """sizes: tokens of each row in the graphs that read a prompt one after the other; (): it is read from Python. wanted: sizes
+    to capture later."""
+
+    sizes: tuple[int, ...] = ()
     wanted: frozenset[int] = frozenset()
 
 
 def choose(
     cost: Cost, rows: int, tokens: int, past: int, *, graphs: Collection[int], asked: int, most: int, own: bool = False,
-    later: bool = False,
+    later: bool = False, in_parts: bool = False,
 ) -> Choice:  # fmt: skip
     """How a prompt of so many tokens of each row is read, behind `past` others.
 
     graphs: sizes of the graphs there are for it. asked: how many prompts of its nearest size came before. most: see
     `most_of_prompt`. own: whether code of the user runs, which may depend on the number of tokens: only the nearest size is used.
     later: whether a graph is captured after this reply or a later one, when there is time; if not, this prompt waits for it.
-    A graph is used if it costs no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the
-    smallest one, which would have to be captured first.
+    in_parts: whether several graphs may read it one after the other.
+    Graphs are used if they cost no more than 5 % or 1 ms over Python without padding, and no more than 30 % or 3 ms over the
+    smallest one that reads the whole prompt, which would have to be captured first.
     """
-    if tokens > most or asked < 0:
-        return Choice(None)
+    if asked < 0 or (tokens > most and not in_parts):
+        return Choice()
 
     def of(size: int) -> float:
         return cost.graph(rows, size, past, tokens)
 
-    python, near = cost.python(rows, tokens, past), nearest(tokens)
-    largest = most if _is_close(of(most), of(near)) else near  # one size for all prompts of small buffers
-    standard = () if own else (*SIZES, largest)
-    fitting = (size for size in (*standard, near) if tokens <= size <= most and _is_close(of(size), python))
-    if (goal := next(fitting, None)) is None:
-        return Choice(None)
-    often = asked >= OFTEN and not _is_close(of(goal), of(near))
-    goal = near if often else goal
-    enough = 1.05 * of(goal) if often else max(1.3 * of(goal), of(goal) + 3e-3)
-    there = {near}.intersection(graphs) if own else graphs
-    usable = [size for size in there if size >= tokens and _is_close(of(size), python)]
-    ready = [size for size in usable if of(size) <= enough]
-    later = later and not own and (bool(usable) or asked < OFTEN)
-    size = min(ready or usable, default=None) if ready or later else goal
-    return Choice(size, frozenset() if own else frozenset({goal, *USUAL}))
+    python, goal, near = cost.python(rows, tokens, past), None, 0
+    if tokens <= most:
+        near = nearest(tokens)
+        largest = most if _is_close(of(most), of(near)) else near  # one size for all prompts of small buffers
+        standard = () if own else (*SIZES, largest)
+        fitting = (size for size in (*standard, near) if tokens <= size <= most and _is_close(of(size), python))
+        goal = next(fitting, None)
+    options: list[Reading] = [
+        (of(size), (size,)) for size in sorted({near}.intersection(graphs) if own else graphs) if size >= tokens
+    ]
+    least, goals = NO_GRAPHS if goal is None else (of(goal), (goal,))
+    often = goal is not None and asked >= OFTEN and not _is_close(least, of(near))
+    if often:
+        least, goals, goal = of(near), (near,), near
+    if in_parts and not own and not _is_close(min(options, default=NO_GRAPHS)[0], cost.graph(rows, tokens, past)):
+        parts = Parts(cost, rows, tokens, past)
+        options.append(parts.best(size for size in graphs if size <= most))
+        seconds, sizes = parts.wanted(most, python)
+        if not _is_close(least, seconds):
+            least, goals = seconds, sizes
+    seconds, sizes = min(options, key=lambda option: option[0], default=NO_GRAPHS)
+    if not _is_close(seconds, python):
+        seconds, sizes = NO_GRAPHS
+    enough = 1.05 * least if often else max(1.3 * least, least + 3e-3)
+    if goal is not None and seconds > enough and not (later and not own and (sizes or asked < OFTEN)):
+        sizes = goals = (goal,)
+    elif _is_close(seconds, least):
+        goals = ()
+    return Choice(sizes, frozenset() if own or not (sizes or goals) else frozenset({*goals, *USUAL}))
+
+
+class Parts:
+    """What several graphs cost that read a prompt one after the other."""
+
+    def __init__(self, cost: Cost, rows: int, tokens: int, past: int) -> None:
+        self.rows, self.tokens, self.past = rows, tokens, past
+        self.cost = cost if cost.graph(rows, tokens, past) < SLOW * cost.launches else None
+
+    def best(self, sizes: Iterable[int]) -> Reading:
+        """Seconds of the host and the device, and the sizes of the graphs in their order; infinity if they do not read it."""
+        if self.cost is None:
+            return NO_GRAPHS
+        each = [(size, self._seconds(size)) for size in sorted({*sizes}) if size > 1]
+        return _split(self.tokens, each)
+
+    def _seconds(self, size: int) -> float:
+        """Of one graph, behind as many tokens as those of this size see on average."""
+        assert self.cost is not None
+        before = max(0, self.tokens - size) // 2
+        return max(REPLAY, self.cost.graph(self.rows, size, self.past + before) + GAP)
+
+    def wanted(self, most: int, python: float) -> Reading:
+        """The same of one or two sizes, of which the first is one of the few and the last too, unless they then take longer than
+        Python."""
+        for those in (SIZES, NEAREST):
+            found: list[Reading] = []
+            for size in SIZES:
+                count, rest = divmod(self.tokens, size)
+                if self.cost is not None and 0 < count <= PARTS and 1 < size <= most:
+                    sizes = (size,) * count + ((next(each for each in those if each >= rest),) if rest else ())
+                    found.append((sum(map(self._seconds, sizes)), sizes))
+            least = min(found, default=NO_GRAPHS)
+            if _is_close(least[0], python):
+                return least
+        return NO_GRAPHS
+
+
+def _split(tokens: int, each: list[tuple[int, float]]) -> Reading:
+    """The sizes that have at least so many tokens and take the least time. each: all sizes, ascending, with their times."""
+    found: list[Reading] = [(seconds, (size,)) for size, seconds in each if size >= tokens]
+    for index, (size, seconds) in enumerate(each):
+        count, rest = divmod(tokens, size)
+        if 0 < count <= PARTS and size < tokens:
+            others, sizes = _split(rest, each[: index + 1]) if rest else (0.0, ())
+            found.append((count * seconds + others, (size,) * count + sizes))
+    return min(found, key=lambda option: (option[0], len(option[1])), default=NO_GRAPHS)
 
 
 def wanted(cost: Cost, rows: int, past: int, sizes: Collection[int], graphs: Collection[int], most: int) -> list[int]:
