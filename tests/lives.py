@@ -141,7 +141,7 @@ def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, 
         patch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
         patch.setattr(graphs, "new_graph", _Graph)
         patch.setattr(graphs, "why_no_graph", lambda device: None)
-        patch.setattr(forwards, "launch_bound", lambda model: recipe.most)
+        patch.setattr(forwards, "launch_bound", lambda *_, **__: recipe.most)
         for module in (torch.nn.functional, experts):
             patch.setattr(module, "linear", linear)
         patch.setitem(llama._FUNCTIONS, "linear", linear)

@@ -15,7 +15,7 @@ from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 import hf_fastattn
 from hf_fastattn.caches import layers
 from hf_fastattn.patches.calls import forwards
-from hf_fastattn.patches.graphs import cuda_graph
+from hf_fastattn.patches.graphs import cuda_graph, policy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -436,3 +436,23 @@ def test_dropout_in_training_mode_differs_in_every_replay(llama, of_attention):
         found = generate(llama, inputs, **options)
         assert (patch.captures, patch.reasons) == (1, [])
     assert len(torch.unique(torch.cat(found.logits).sum(1))) > 30
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_in_parts(name, monkeypatch):
+    """Of any length, by graphs that others have left: the launches of a layer from Python seem to take half a second."""
+    monkeypatch.undo()  # prompts have graphs
+    for field, value in (("LAUNCHES", (0.5, 0.5)), ("SHARE", 1e9), ("REPLAY", 1e-2), ("NEAREST", (1, 16, 64)), ("MOST", 64)):
+        monkeypatch.setattr(policy, field, value)
+    monkeypatch.setattr(policy, "SIZES", (1, 16, 64))
+    model, lengths = family(name, "cuda"), (100, 16, 130, 65, 200, 128)
+    texts = [prompts("no_padding", "cuda", rows=1, length=tokens) for tokens in lengths]
+    model.set_attn_implementation("eager")
+    expected = [generate(model, text, max_new_tokens=4) for text in texts]
+    with hf_fastattn.patch(model) as patch:
+        for _ in range(2):
+            before = patch.replays, patch.captures
+            assert all(torch.equal(generate(model, text, max_new_tokens=4), want) for text, want in zip(texts, expected, strict=True))
+        assert patch.captures == before[1] and not patch.reasons
+        parts = sum(-(-tokens // 64) for tokens in lengths)
+        assert patch.replays - before[0] == parts + 3 * len(lengths), patch

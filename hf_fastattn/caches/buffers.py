@@ -184,7 +184,8 @@ def reallocated(old: torch.Tensor, live: int, capacity: int, device: torch.devic
     # finite: with a dense mask their weight is 0, and 0 * NaN is NaN.
     with torch.inference_mode(False), torch.no_grad():
         new = torch.zeros((*old.shape[:2], capacity, old.shape[3]), dtype=old.dtype, device=device)
-        new[:, :, :live].copy_(old[:, :, :live])
+        if live:
+            new[:, :, :live].copy_(old[:, :, :live])
     return new
 
 

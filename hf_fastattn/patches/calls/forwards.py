@@ -68,8 +68,8 @@ class Forwards:
     def __post_init__(self, outer: Forwards | None) -> None:
         graphs, model = self.graphs, self.model
         self.recorder = Recorder(graphs, model, self.run)
-        self.most = graphs.most = graphs.most or launch_bound(model)
         self.cost = graphs.cost = graphs.cost or Cost.of(model)
+        self.most = graphs.most = graphs.most or launch_bound(model, cost=self.cost)
         self.wanted: frozenset[int] = frozenset()  # sizes of graphs to capture after the reply
         self.around: Callable[[Storage], StoredCache] = StoredCache.around
         self.prompted: Inputs = {}  # the arguments of the last forward that could have been one of them, without its cache

@@ -149,9 +149,9 @@ class Cost(NamedTuple):
         return max(MOST, min(tokens, NEAREST[-1]))
 
 
-def launch_bound(model: hf.PreTrainedModel, arch: int | None = None) -> int:
-    """The most tokens of a graph of several rows' prompts. arch: see `Cost.of`."""
-    return MOST if model.device.type != "cuda" and arch is None else Cost.of(model, arch).launch_bound()
+def launch_bound(model: hf.PreTrainedModel, arch: int | None = None, cost: Cost | None = None) -> int:
+    """The most tokens of a graph of several rows' prompts. arch: see `Cost.of`. cost: that of the model, if it is known."""
+    return MOST if model.device.type != "cuda" and arch is None else (cost or Cost.of(model, arch)).launch_bound()
 
 
 Reading = tuple[float, tuple[int, ...]]  # seconds, and the sizes of the graphs that read a prompt one after the other
