@@ -85,6 +85,28 @@ def test_the_size_of_a_prompt():
     assert 3 * len(policy.SIZES) <= graphs.MAX_GRAPHS  # eight sizes for three batches are kept
 
 
+OF_PARTS = [  # model, tokens, graphs: the sizes that read it, and those that are wanted
+    ("1b", 359, (1, 128), (128, 128, 128), {512}),
+    ("1b", 1100, (1, 128), (), {1024}),  # nine parts
+    ("1b", 1100, (1, 128, 1024), (1024, 128), set()),
+    ("1b", 3000, (1, 128), (), {1024, 2048}),
+    ("1b", 3000, (1, 128, 1024, 2048), (2048, 1024), set()),
+    ("8b", 613, (1, 128), (128,) * 5, {512}),
+    ("8b", 1189, (1, 128, 1024), (), {192, 1024}),  # padding costs more than Python
+    ("8b", 1189, (1, 128, 192, 1024), (1024, 192), set()),
+    ("8b", 3000, (1, 128, 1024), (), set()),  # its kernels take more than twice as long as launches
+]
+
+
+def test_the_parts_of_a_prompt():
+    costs = {name: cost_of(name) for name in ("1b", "8b")}
+    for name, tokens, there, expected, goals in OF_PARTS:
+        most = {"1b": 2048, "8b": 1152}[name]
+        found = choose(costs[name], 1, tokens, 0, graphs=there, asked=0, most=most, later=True, in_parts=True)
+        assert found.sizes == expected, (name, tokens, there)
+        assert found.wanted - {1, 128} == goals, (name, tokens, there)
+
+
 @pytest.mark.parametrize("name", ["1b", "8b", "70b"])
 def test_padding_never_costs_more_than_5_percent_or_1_ms(name):
     cost = cost_of(name)
@@ -509,7 +531,7 @@ def in_parts(monkeypatch):
     monkeypatch.setattr(policy, "LAUNCHES", (0.5, 0.5))
     monkeypatch.setattr(policy, "REPLAY", 1e-2)  # so that few parts take the least time
     monkeypatch.setattr(policy, "USUAL", (1, 32))
-    monkeypatch.setattr(policy, "PARTS", 4)
+    monkeypatch.setattr(policy, "PARTS", 5)
     monkeypatch.setattr(policy, "SHARE", 1e9)
 
 

@@ -32,8 +32,8 @@ LAUNCHES = 0.85e-3, 1.8e-3  # seconds of a layer's launches from Python, on host
 FLOPS = 6e14, 1.5e14  # that products reach in 16 bits: on Hopper and later, before; in 32 bits a tenth
 BYTES = 3.6e12, 1.5e12  # that a second reads: between those of an H100 and an H200, before
 OF_ATTENTION = 0.6  # of FLOPS
-PARTS = 16  # the most graphs of one size that read a prompt one after the other
-REPLAY, GAP = 1e-3, 2e-4  # seconds of the host for each of them, and of the device between two
+PARTS = 8  # the most graphs, but for smaller ones at the end, that read a prompt one after the other
+REPLAY, GAP = 1.3e-3, 2e-4  # seconds of the host for each of them, and of the device between two
 SLOW = 2  # how many times as long launches may take on other hosts: prompts whose kernels take longer are not read in parts
 
 
@@ -243,7 +243,7 @@ class Parts:
             found: list[Reading] = []
             for size in SIZES:
                 count, rest = divmod(self.tokens, size)
-                if self.cost is not None and 0 < count <= PARTS and 1 < size <= most:
+                if self.cost is not None and self.tokens > size > 1 and size <= most and count + (rest > 0) <= PARTS:
                     sizes = (size,) * count + ((next(each for each in those if each >= rest),) if rest else ())
                     found.append((sum(map(self._seconds, sizes)), sizes))
             least = min(found, default=NO_GRAPHS)
@@ -257,7 +257,7 @@ def _split(tokens: int, each: list[tuple[int, float]]) -> Reading:
     found: list[Reading] = [(seconds, (size,)) for size, seconds in each if size >= tokens]
     for index, (size, seconds) in enumerate(each):
         count, rest = divmod(tokens, size)
-        if 0 < count <= PARTS and size < tokens:
+        if size < tokens and count + (rest > 0) <= PARTS:
             others, sizes = _split(rest, each[: index + 1]) if rest else (0.0, ())
             found.append((count * seconds + others, (size,) * count + sizes))
     return min(found, key=lambda option: (option[0], len(option[1])), default=NO_GRAPHS)
