@@ -5,8 +5,8 @@
 
 Each checkout runs in a separate process with the model loaded, both on the same GPU. They alternate, and the order is reversed in
 every second pair. The prompt is processed once for each case and process, and each generate() continues from its cache, so the
-figures do not include prefill. A process waits while the other one runs. With --first the
-figures are the times of calls that read the whole prompt and generate one token.
+figures do not include prefill. A process waits while the other one runs. With --first the figures are the times of calls that
+read the whole prompt and generate one token.
 """
 
 from __future__ import annotations

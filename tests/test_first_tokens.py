@@ -565,9 +565,10 @@ def test_prompts_and_messages_are_read_in_parts(name, in_parts):
     assert read == {tokens: (-(-tokens // 32), 0) for tokens in lengths}
 
 
-def test_what_is_not_read_in_parts(in_parts):
+def test_what_is_not_read_in_parts(in_parts, monkeypatch):
     """Padding, other logits than those of the last token, and frequencies that differ between the parts."""
-    llama, changing = tiny("llama"), longrope("phi3", 64)
+    llama, changing, steps, sizes = tiny("llama"), longrope("phi3", 64), forwards.Forwards._steps, []
+    monkeypatch.setattr(forwards.Forwards, "_steps", lambda self, *args: (sizes.append(args[3]), steps(self, *args))[1])
     with hf_fastattn.patch(llama) as patch:
         for tokens in (40, 8, 100):
             ask(llama, tokens)
@@ -577,7 +578,11 @@ def test_what_is_not_read_in_parts(in_parts):
         padded = llama.generate(ids, attention_mask=mask, max_new_tokens=1)
         assert patch.replays == before
         ask(llama, 100, max_new_tokens=1)
-        assert patch.replays == before + 4
+        assert patch.replays == before + 4 and max(map(len, sizes)) == 4
+        sizes.clear()
+        looked_up = ask(llama, 100, prompt_lookup_num_tokens=2)  # which reads the logits of its candidates too
+        assert max(map(len, sizes)) == 1
+    assert torch.equal(ask(llama, 100, prompt_lookup_num_tokens=2), looked_up)
     assert torch.equal(llama.generate(ids, attention_mask=mask, max_new_tokens=1), padded)
     expected = [ask(changing, tokens) for tokens in (40, 59, 61, 100)]
     with hf_fastattn.patch(changing) as patch:

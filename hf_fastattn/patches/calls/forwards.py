@@ -4,9 +4,9 @@ The forwards of a generate() go through a Forwards. It copies the small inputs o
 and returns an output of the model's own type. The first step of a kind runs uncaptured on the same tensors, as a rehearsal. The
 second step is captured, which runs the model's Python once (record.py).
 
-A step has one token of each row, or several: speculation, whose candidates are checked in one forward, and a prompt, or a message
-that follows a cached text. Steps of several tokens are padded to one of few sizes. `policy` chooses it for a prompt or a message,
-which several steps may read one after the other; the rounds of speculation have the nearest one.
+A step has one token of each row, or several: the candidates of speculation, which are checked in one forward, a prompt, or a
+message that follows a cached text. Steps of several tokens are padded to one of few sizes. `policy` chooses the size for a prompt
+or a message, which several steps may read one after the other. The rounds of speculation have the nearest size.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Forwards:
             try:
                 return self._steps(cache, ids, given, sizes or (nearest(ids.shape[1]),), prompt)
             except BaseException:
-                if seen is not None:  # of a part, and other parts were read before
+                if seen is not None:  # it removes the parts that were read before
                     cache.storage.interrupt(seen)
                 raise
 

@@ -32,7 +32,7 @@ LAUNCHES = 0.85e-3, 1.8e-3  # seconds of a layer's launches from Python, on host
 FLOPS = 6e14, 1.5e14  # that products reach in 16 bits: on Hopper and later, before; in 32 bits a tenth
 BYTES = 3.6e12, 1.5e12  # that a second reads: between those of an H100 and an H200, before
 OF_ATTENTION = 0.6  # of FLOPS
-PARTS = 8  # the most graphs, but for smaller ones at the end, that read a prompt one after the other
+PARTS = 8  # the most graphs that read a prompt one after the other, not counting smaller ones at its end
 REPLAY, GAP = 1.3e-3, 2e-4  # seconds of the host for each of them, and of the device between two
 SLOW = 2  # how many times as long launches may take on other hosts: prompts whose kernels take longer are not read in parts
 
@@ -199,7 +199,9 @@ def choose(
     often = goal is not None and asked >= OFTEN and not _is_close(least, of(near))
     if often:
         least, goals, goal = of(near), (near,), near
-    if in_parts and not own and not _is_close(min(options, default=NO_GRAPHS)[0], cost.graph(rows, tokens, past)):
+    unpadded = of(tokens)
+    as_fast = _is_close(min(options, default=NO_GRAPHS)[0], unpadded)  # as anything else could be
+    if in_parts and not (own or as_fast) and unpadded < SLOW * cost.launches:
         parts = Parts(cost, rows, tokens, past)
         options.append(parts.best(size for size in graphs if size <= most))
         seconds, sizes = parts.wanted(most, python)
@@ -216,36 +218,32 @@ def choose(
     return Choice(sizes, frozenset() if own or not (sizes or goals) else frozenset({*goals, *USUAL}))
 
 
-class Parts:
+class Parts(NamedTuple):
     """What several graphs cost that read a prompt one after the other."""
 
-    def __init__(self, cost: Cost, rows: int, tokens: int, past: int) -> None:
-        self.rows, self.tokens, self.past = rows, tokens, past
-        self.cost = cost if cost.graph(rows, tokens, past) < SLOW * cost.launches else None
+    cost: Cost
+    rows: int
+    tokens: int
+    past: int
 
     def best(self, sizes: Iterable[int]) -> Reading:
-        """Seconds of the host and the device, and the sizes of the graphs in their order; infinity if they do not read it."""
-        if self.cost is None:
-            return NO_GRAPHS
-        each = [(size, self._seconds(size)) for size in sorted({*sizes}) if size > 1]
-        return _split(self.tokens, each)
+        """Those of these sizes that read the prompt in the least time."""
+        return _split(self.tokens, [(size, self.seconds(size)) for size in sorted({*sizes}) if size > 1])
 
-    def _seconds(self, size: int) -> float:
+    def seconds(self, size: int) -> float:
         """Of one graph, behind as many tokens as those of this size see on average."""
-        assert self.cost is not None
         before = max(0, self.tokens - size) // 2
         return max(REPLAY, self.cost.graph(self.rows, size, self.past + before) + GAP)
 
     def wanted(self, most: int, python: float) -> Reading:
-        """The same of one or two sizes, of which the first is one of the few and the last too, unless they then take longer than
-        Python."""
-        for those in (SIZES, NEAREST):
+        """One of SIZES, repeated, and one for the rest: of SIZES too, or of NEAREST if Python takes less time than those."""
+        for of_rest in (SIZES, NEAREST):
             found: list[Reading] = []
             for size in SIZES:
                 count, rest = divmod(self.tokens, size)
-                if self.cost is not None and self.tokens > size > 1 and size <= most and count + (rest > 0) <= PARTS:
-                    sizes = (size,) * count + ((next(each for each in those if each >= rest),) if rest else ())
-                    found.append((sum(map(self._seconds, sizes)), sizes))
+                if self.tokens > size > 1 and size <= most and count + (rest > 0) <= PARTS:
+                    sizes = (size,) * count + ((next(each for each in of_rest if each >= rest),) if rest else ())
+                    found.append((sum(map(self.seconds, sizes)), sizes))
             least = min(found, default=NO_GRAPHS)
             if _is_close(least[0], python):
                 return least
