@@ -565,35 +565,65 @@ def test_prompts_and_messages_are_read_in_parts(name, in_parts):
     assert read == {tokens: (-(-tokens // 32), 0) for tokens in lengths}
 
 
-def test_what_is_not_read_in_parts(in_parts, monkeypatch):
-    """Padding, other logits than those of the last token, and frequencies that differ between the parts."""
-    llama, changing, steps, sizes = tiny("llama"), longrope("phi3", 64), forwards.Forwards._steps, []
-    monkeypatch.setattr(forwards.Forwards, "_steps", lambda self, *args: (sizes.append(args[3]), steps(self, *args))[1])
+@pytest.fixture
+def most_parts(monkeypatch):
+    """most_parts(function): the most graphs that read a prompt or a message while it runs; 0 if all ran from Python."""
+    steps, found = forwards.Forwards._steps, []
+    monkeypatch.setattr(forwards.Forwards, "_steps", lambda self, *args: (found.append(len(args[3])), steps(self, *args))[1])
+
+    def run(function):
+        found.clear()
+        return function(), max(found, default=0)
+
+    return run
+
+
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 2}, {"padding": 3}], ids=["logits", "padding"])
+def test_what_no_parts_read(llama, in_parts, most_parts, options):
+    """Prompts of which other logits than the last are asked for, and padded ones, though smaller ones have left such graphs."""
+    options = dict(options)
+    padding = options.pop("padding", 0)
+
+    def padded(tokens):
+        mask = (torch.arange(tokens) >= padding).long()[None]
+        return ask(llama, tokens, **options, **({"attention_mask": mask} if padding else {}))
+
+    lengths = (40, 8, 7, 6, 30)
+    expected = [padded(tokens) for tokens in lengths]
     with hf_fastattn.patch(llama) as patch:
-        for tokens in (40, 8, 100):
-            ask(llama, tokens)
-        before = patch.replays
-        ids = torch.randint(2, VOCAB, (1, 100), generator=torch.Generator().manual_seed(1))
-        mask = (torch.arange(100) > 4).long()[None]
-        padded = llama.generate(ids, attention_mask=mask, max_new_tokens=1)
-        assert patch.replays == before
-        ask(llama, 100, max_new_tokens=1)
-        assert patch.replays == before + 4 and max(map(len, sizes)) == 4
-        sizes.clear()
-        looked_up = ask(llama, 100, prompt_lookup_num_tokens=2)  # which reads the logits of its candidates too
-        assert max(map(len, sizes)) == 1
-    assert torch.equal(ask(llama, 100, prompt_lookup_num_tokens=2), looked_up)
-    assert torch.equal(llama.generate(ids, attention_mask=mask, max_new_tokens=1), padded)
-    expected = [ask(changing, tokens) for tokens in (40, 59, 61, 100)]
+        for _ in range(3):
+            found = [most_parts(lambda tokens=tokens: padded(tokens)) for tokens in lengths]
+            assert all(torch.equal(tokens, want) for (tokens, _), want in zip(found, expected, strict=True))
+            assert {parts for _, parts in found} <= {0, 1} and not patch.reasons
+        assert any(entry.tokens > 1 for held in patch._graphs.entries.values() for entry in held if entry.graph)
+        ask(llama, 8)
+        ask(llama, 8)
+        assert most_parts(lambda: ask(llama, 40))[1] > 1
+
+
+def test_no_parts_read_a_prompt_for_which_the_buffers_grow(llama, in_parts, most_parts):
+    cache, text = PreallocatedCache(llama, 256), ask(llama, 300)[:, :300]
+    expected = llama.generate(text, max_new_tokens=4, do_sample=False)
+    with hf_fastattn.patch(llama) as patch:
+        for tokens in (40, 8):
+            cache.reset()
+            ask(llama, tokens, past_key_values=cache)
+        cache.reset()
+        llama.generate(text[:, :200], past_key_values=cache, max_new_tokens=4, do_sample=False)
+        cache.crop(200 - cache.get_seq_length())
+        found, parts = most_parts(lambda: llama.generate(text, past_key_values=cache, max_new_tokens=4, do_sample=False))
+        assert torch.equal(found, expected) and parts <= 1 and not patch.reasons
+
+
+def test_frequencies_that_change_within_a_prompt_are_not_read_in_parts(in_parts, most_parts):
+    changing, lengths = longrope("phi3", 64), (40, 59, 61, 100)
+    expected = [ask(changing, tokens) for tokens in lengths]
     with hf_fastattn.patch(changing) as patch:
         for tokens in (40, 8, 30, 90):
             ask(changing, tokens)
-        read = []
-        for tokens, want in zip((40, 59, 61, 100), expected, strict=True):
-            before = patch.replays
-            assert torch.equal(ask(changing, tokens), want)
-            read.append(patch.replays - before - 3)
-        assert read == [2, 2, 2, 0] and not patch.reasons
+        found = [most_parts(lambda tokens=tokens: ask(changing, tokens)) for tokens in lengths]
+        assert [parts for _, parts in found] == [2, 2, 2, 1] and not patch.reasons
+    assert all(torch.equal(tokens, want) for (tokens, _), want in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

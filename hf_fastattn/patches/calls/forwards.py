@@ -149,7 +149,7 @@ class Forwards:
         if not self._can_be_steps(cache, ids, given):
             return ()
         graphs, storage, (rows, tokens), seen = self.graphs, cache.storage, ids.shape, tokens_in(cache)
-        in_parts = self._reads_in_parts(storage, rows, seen + tokens, given)
+        in_parts = self._reads_in_parts(storage, seen + tokens, given)
         if tokens > most_tokens(storage, rows, self.most) and not in_parts:
             return ()
         asked: dict[int, int] = graphs.asked.setdefault(storage, {})
@@ -172,12 +172,12 @@ class Forwards:
             sizes = ()
         return sizes if graphs.ranks.same("the sizes of a prompt", sizes) else ()
 
-    def _reads_in_parts(self, storage: Storage, rows: int, tokens: int, given: Inputs) -> bool:
-        """Whether several steps may read a prompt that ends with so many tokens: without padding, into buffers with room for all
-        of it, with the same rotary frequencies, for the logits of its last token."""
+    def _reads_in_parts(self, storage: Storage, tokens: int, given: Inputs) -> bool:
+        """Whether several steps may read a prompt that ends with so many tokens: without padding, with the same rotary
+        frequencies, for the logits of its last token."""
         padded = given.get("attention_mask") is not None and storage is not self.unmasked
-        fits = storage.takes_prompts and storage.rows == rows and storage.holds(tokens)
-        return fits and not padded and given.get(KEEP) == 1 and tokens <= self.graphs.longest_rotated(storage)
+        usual = storage.takes_prompts and not padded and given.get(KEEP) == 1
+        return usual and tokens <= self.graphs.longest_rotated(storage)
 
     def may_capture_later(self) -> bool:
         """Whether graphs may be captured after the reply: a step can be undone, and no rehearsal has run code of the user."""
