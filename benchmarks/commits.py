@@ -6,7 +6,7 @@
 Each checkout runs in a separate process with the model loaded, both on the same GPU. They alternate, and the order is reversed in
 every second pair. The prompt is processed once for each case and process, and each generate() continues from its cache, so the
 figures do not include prefill. A process waits while the other one runs. With --first the figures are the times of calls that
-read the whole prompt and generate one token.
+read the whole prompt and generate one token. With --sessions they are those of PROMPTS on a new patch, whose captures count.
 """
 
 from __future__ import annotations
@@ -19,16 +19,30 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 MARK = "\x1e"  # begins the line of an answer; libraries print other lines
 BEFORE, NOW = "before", "now"
 METHOD = "greedy generate() under patch(), 6th new token to last, both trees in turn, median"
+METHOD_SESSION = "generate() of 12 prompts under a new patch(), with its captures and warm kernels, both trees in turn, median"
 METHOD_FIRST = "generate(max_new_tokens=1) under patch() without a cache, median of 5 calls, both trees in turn, median"
+
+PROMPTS = 60, 410, 130, 850, 33, 270, 570, 95, 380, 190, 700, 44  # tokens of the prompts of a session
+NEW = 32  # tokens of each reply there
+SESSIONS: dict[str, tuple[dict, dict]] = {  # the options of patch() and those of generate()
+    "greedy": ({}, {}),
+    "lookup": ({}, {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 1}),
+    "early exit": ({}, {"assistant_early_exit": 4}),
+    "beams": ({}, {"num_beams": 4}),
+    "chunks": ({}, {"prefill_chunk_size": 128}),
+    "streaming": ({"backend": "streaming", "window": 508, "sinks": 4}, {}),
+}
 
 
 def serve(shape: str, device: str, tokens: int) -> None:
-    """The process of one checkout. Each line of stdin is a case (row lengths), "run" or "first"; each is answered in JSON."""
+    """The process of one checkout. Each line of stdin is a case (row lengths), "run", "first" or the name of a session; each is
+    answered in JSON."""
     import torch
 
     folder = (
@@ -58,6 +72,20 @@ def serve(shape: str, device: str, tokens: int) -> None:
             before, calls = patched.captures, [runs.run(model, prompt, 1) for _ in range(5)]
             ms, captures = statistics.median(1e3 * call.wall_s for call in calls), patched.captures - before
             reply({"ms": ms, "replay_ms": None, "captures": captures, "tokens": calls[0].tokens[0].tolist()})
+            continue
+        if said in SESSIONS:
+            options, given = SESSIONS[said]
+            patched.undo()
+            patched = patch(model, **{"backend": "lean", **options})
+            texts = [runs.make_prompt([count], subject.text_config.vocab_size, where).ids for count in PROMPTS]
+            runs.synchronize(where)
+            began = time.perf_counter()
+            for ids in texts:
+                new = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **given}
+                out = model.generate(ids, attention_mask=torch.ones_like(ids), **new)
+                runs.synchronize(where)
+            ms, found = 1e3 * (time.perf_counter() - began), out[0, -NEW:].tolist()
+            reply({"ms": ms, "replay_ms": None, "captures": patched.captures, "tokens": found})
             continue
         if said != "run":
             cache = None
@@ -103,9 +131,9 @@ class Tree(Answering):
 
 
 def measure(trees: dict[str, Tree], lengths: list[int], pairs: int, what: str) -> dict:
-    """Medians and all figures of one case, in milliseconds. what: "run" or "first", see `serve`."""
+    """Medians and all figures of one case, in milliseconds. what: "run", "first" or a session, see `serve`."""
     for tree in trees.values():
-        tree.ask(lengths)
+        tree.ask(what if what in SESSIONS else lengths)  # the first session loads the kernels
         tree.answer()
     found: dict[str, list[dict]] = {name: [] for name in trees}
     for pair in range(pairs):
@@ -139,24 +167,35 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.commit
     parser.add_argument("--padded", type=int, nargs=2, default=[1024, 16384], help="of padded rows (default: 1024 16384)")
     parser.add_argument("--pairs", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=40, help="default: %(default)s")
+    parser.add_argument("--sessions", metavar="NAMES", help=f"of {', '.join(SESSIONS)}, in place of cases")
     parser.add_argument("--first", action="store_true", help="time the first token instead, with its prompt")
     add_options(parser, seconds=560)
     args = parser.parse_args(argv)
-    need_gpu(parser, args, {args.shape} & SHAPES.keys(), pairs(args.cases.split(","), args.padded))
+    sessions = args.sessions.split(",") if args.sessions else []
+    if unknown := set(sessions) - SESSIONS.keys():
+        parser.error(f"--sessions: {', '.join(sorted(unknown))} is none of {', '.join(SESSIONS)}")
+    need_gpu(
+        parser,
+        args,
+        {args.shape} & SHAPES.keys(),
+        pairs([f"1x{max(PROMPTS)}"] if sessions else args.cases.split(","), args.padded),
+    )
     device = find_device(args.device)
     trees = {BEFORE: args.before, NOW: Path(__file__).parent.parent}
     what, method = ("first", METHOD_FIRST) if args.first else ("run", METHOD)
+    method = METHOD_SESSION if sessions else method
     head = {"conditions": conditions(device, method), "shape": args.shape, "trees": {n: commit(p) for n, p in trees.items()}}
     results = Results(args.out / "commits.json", args.seconds, command(prog, argv), device, **head)
     processes = {name: Tree(path.resolve(), args.shape, str(device), args.tokens) for name, path in trees.items()}
     try:
         for tree in processes.values():
             tree.answer()
-        for case in args.cases.split(","):
+        for case in sessions or args.cases.split(","):
             if torch.cuda.is_available() and results.left() < 60:
                 results.say(f"{case} not run: {results.left():.0f} s left")
                 continue
-            row = {"case": case} | measure(processes, row_lengths(case, args.padded), args.pairs, what)
+            lengths = list(PROMPTS) if sessions else row_lengths(case, args.padded)
+            row = {"case": case} | measure(processes, lengths, args.pairs, case if sessions else what)
             results.add(row, case, json.dumps({name: value for name, value in row.items() if name != "lengths"}))
     finally:
         for tree in processes.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -19,7 +20,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_fastattn import hf, patch
-from hf_fastattn.caches import PagedCache, PreallocatedCache, RollingCache, layers
+from hf_fastattn.caches import PagedCache, PreallocatedCache, RollingCache, layers, memory
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.spec import KV
 
@@ -146,12 +147,36 @@ def test_growth_moves_the_tokens_and_a_fixed_cache_refuses_before_it_writes():
 
 def test_a_capacity_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch):
     model = tiny("llama", "lean")
-    monkeypatch.setattr(layers, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     cache = PreallocatedCache(model, 256)
     # 2 layers x (K and V) x 3 rows x 2 heads x 16 x 4 bytes x 256 tokens
     with pytest.raises(MemoryError, match=r"256 tokens needs 393216 bytes .* 1000 .* are free"):
         generate(model, prompts("no_padding", "cpu"), past_key_values=cache)
+
+
+ELSEWHERE = torch.device("cpu", 1)
+ASKED = {  # GPUs of the process, whether the model is patched, devices of its layers: layers whose memory is asked for each time
+    "one GPU": (1, False, {}, [2]),
+    "several": (2, True, {}, [2]),
+    "devices not known": (2, False, {}, [1, 1]),
+    "two devices": (2, True, {1: ELSEWHERE}, [1]),
+    "in the memory of the host": (2, True, {1: torch.device("meta")}, [2]),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_memory_is_asked_for_once_for_each_device(monkeypatch, name):
+    """The driver takes half a millisecond, before the first token."""
+    gpus, patched, devices, expected = ASKED[name]
+    asked, model = [], tiny("llama", "lean")
+    each = 2 * 3 * 2 * 16 * 4  # K and V, 3 rows, 2 heads
+    monkeypatch.setattr(memory, "refuse_unless_fits", lambda tokens, size, *_: asked.append(size / each))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(layers, "layer_devices", lambda model: {0: torch.device("cpu"), **devices})
+    with patch(model) if patched else contextlib.nullcontext():
+        generate(model, prompts("no_padding", "cpu"), past_key_values=PreallocatedCache(model, 256))
+    assert asked == expected
 
 
 HUGE = 10**13  # tokens, more than fit into the address space of a process

@@ -19,7 +19,7 @@ from hf_fastattn import PreallocatedCache, hf
 from hf_fastattn.caches import storage
 from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import ahead, warm
-from hf_fastattn.patches.calls import forwards
+from hf_fastattn.patches.calls import after, forwards
 from hf_fastattn.patches.fused import experts
 from hf_fastattn.patches.graphs import graphs, policy, verify
 from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
@@ -392,10 +392,26 @@ def test_captures_after_a_reply_take_a_part_of_its_time(llama):
         assert sizes(patch) == {1}
 
 
-def first_prompt(model, **options):
+def test_captures_without_time_are_not_tried_after_each_reply(llama, monkeypatch):
+    """A try compares the model, and takes time of its own."""
+    tried, own = [], after._capture
+    monkeypatch.setattr(after, "_capture", lambda forwards, size, until: tried.append(size) or own(forwards, size, until))
+    with hf_fastattn.patch(llama) as patch:
+        first_prompt(llama)
+        held = patch._graphs
+        held.budget, held.seconds = 150.0, 100.0
+        for _ in range(2):
+            first_prompt(llama, share=1e-9)
+        assert tried == [128] and sizes(patch) == {1} and held.budget > 100.0  # it would be rehearsed and captured
+        held.budget = 250.0
+        first_prompt(llama, share=1e-9)
+        assert tried == [128, 128] and sizes(patch) == {1, 128} and not patch.reasons
+
+
+def first_prompt(model, share=0.0, **options):
     """Read without captures after its reply."""
     with pytest.MonkeyPatch.context() as none:
-        none.setattr(policy, "SHARE", 0.0)
+        none.setattr(policy, "SHARE", share)
         return ask(model, 100, **options)
 
 

@@ -13,7 +13,7 @@ import torch
 from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
 
 import hf_fastattn
-from hf_fastattn.caches import layers
+from hf_fastattn.caches import PreallocatedCache, layers
 from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.graphs import cuda_graph, policy
 
@@ -457,3 +457,16 @@ def test_prompts_in_parts(name, monkeypatch):
         assert patch.captures == before[1] and not patch.reasons
         parts = sum(-(-tokens // 64) for tokens in lengths)
         assert patch.replays - before[0] == parts + 3 * len(lengths), patch
+
+
+def test_buffers_of_a_new_cache_are_one_allocation(llama):
+    allocations = lambda: torch.cuda.memory_stats()["num_device_alloc"]  # noqa: E731
+    with hf_fastattn.patch(llama) as patch:
+        found = []
+        for tokens in (20_000, 200_000):  # the first call loads kernels
+            torch.cuda.empty_cache()
+            before, cache = allocations(), PreallocatedCache(llama, tokens)
+            generate(llama, prompts("no_padding", "cuda"), past_key_values=cache, max_new_tokens=1)
+            found.append(allocations() - before)
+        sizes = {buffer.nbytes for layer in cache.storage.layers for buffer in layer.buffers}
+    assert min(sizes) > 20 << 20 and found[1] <= 2 < len(cache.storage.layers) * 2 and not patch.reasons

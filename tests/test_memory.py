@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hf_fastattn
 from hf_fastattn import PreallocatedCache, RollingCache
 from hf_fastattn.caches import buffers as buffers_of_layers
-from hf_fastattn.caches import layers, pool, ring
+from hf_fastattn.caches import layers, memory, pool, ring
 
 pytestmark = pytest.mark.usefixtures("without_collector")
 generate = partial(models.generate, max_new_tokens=6)
@@ -248,7 +248,7 @@ def test_idle_storages_of_a_pool_never_make_a_cache_refuse(buffers, monkeypatch)
     model = tiny("llama")
     row = 2 * 2 * 2 * 256 * 16 * 4  # 2 layers, K and V, 2 heads
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(layers, "free_bytes", lambda device: 3 * row - buffers.bytes())
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 3 * row - buffers.bytes())
     with patched(model, "preallocated", graph=False):
         for rows in (1, 2, 3, 2, 3, 1, 3):
             generate(model, prompts("no_padding", "cpu", rows=rows))
@@ -273,7 +273,7 @@ def test_a_loaded_cache_that_does_not_fit_keeps_its_tokens(monkeypatch, tmp_path
     ids = {"input_ids": inputs["input_ids"].repeat(1, 2)}
     expected = generate(model, ids, past_key_values=cache)
     with monkeypatch.context() as inner:
-        inner.setattr(layers, "free_bytes", lambda device: 1000)
+        inner.setattr(memory, "free_bytes", lambda device: 1000)
         with pytest.raises(MemoryError, match="are free"):
             generate(model, ids, past_key_values=loaded)
     assert torch.equal(generate(model, ids, past_key_values=loaded), expected)

@@ -9,7 +9,7 @@ import torch
 
 from .. import hf, registry
 from ..caches import paged
-from ..caches.layers import free_bytes
+from ..caches.memory import free_bytes
 from ..caches.paged import GROUP, PagedStorage, windows_of
 from ..caches.pages import Pool, check_size
 from ..kernels.checks import is_count

@@ -17,7 +17,6 @@ and cropping work as in a full layer. In a ring buffer they would not.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,8 +25,9 @@ import torch
 
 from ..attention import step as steps
 from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Packed, Step
-from ..hf import Kind
+from ..hf import Kind, layer_devices
 from ..kernels.spec import KV, bytes_per_token
+from . import memory
 from .buffers import Pair, describe, layout, reallocated, refuse_gradient, selected, slide
 from .contract import CHANGE_ROWS, Storage
 from .replaced import Replaceable
@@ -44,33 +44,6 @@ def round_up(tokens: int) -> int:
     """A capacity for this many tokens: the next multiple of STEP, or of 1/8 of the previous power of two if that is larger."""
     step = max(STEP, (1 << max(tokens, 1).bit_length() - 1) // 8)
     return -(-max(tokens, 1) // step) * step
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated at most; None if unknown. On a GPU they include unused memory that torch has reserved."""
-    if device.type == "cpu":  # all of its memory; more than a process can address if that is unknown
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 46
-    if device.type != "cuda":
-        return None
-    free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
-    return int(free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"])
-
-
-def refuse_unless_fits(
-    tokens: int, bytes_per_token: int, device: torch.device, held: int = 0, release: Callable[[], None] | None = None
-) -> None:
-    """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace. release: what
-    frees memory."""
-    needed, free = tokens * bytes_per_token, free_bytes(device)
-    if free is not None and needed > free + held and release is not None:
-        release()
-        free = free_bytes(device)
-    if free is not None and needed > free + held:
-        raise MemoryError(
-            f"A cache of {tokens} tokens needs {needed} bytes ({needed / 2**30:.2f} GiB) on {device}, and at most {free + held} "
-            f"({(free + held) / 2**30:.2f} GiB) are free. Ask for fewer tokens (max_new_tokens, capacity or window), fewer rows "
-            "or a shorter prompt."
-        )
 
 
 class Track:
@@ -140,7 +113,20 @@ class Track:
     def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
         """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace."""
         release = None if self.on_low_memory is None else self.on_low_memory()
-        refuse_unless_fits(tokens, bytes_per_token, device, held, release)
+        memory.refuse_unless_fits(tokens, bytes_per_token, device, held, release)
+
+    def missing(self, device: torch.device) -> int:
+        """Of how many layers on a device the first one without a buffer allocates: all of them, but itself alone if devices of
+        layers are not known, and 0 if one of them has a buffer."""
+        several, model = torch.cuda.device_count() > 1, None if self.step is None else self.step.model
+        if several and model is None:
+            return 1
+        layers = [*self.layers()]
+        if any(layer.is_initialized and layer.device == device for layer in layers):
+            return 0
+        held = layer_devices(model) if several else {}
+        here = [layer for layer in layers if (own := held.get(layer.index, device)) == device or own.type != device.type]
+        return max(1, len(here))
 
     def is_synced(self, device: torch.device, tokens: int) -> bool:
         """Whether the device has the host's counts, and the buffers have free slots for `tokens` tokens."""
@@ -204,17 +190,17 @@ class Layer(Replaceable):
         """Allocate buffers for states of this shape, (batch, num_kv_heads, any, head_dim)."""
         track, device = self.track, key_states.device
         source = self.pending or (key_states[:, :, :0], value_states[:, :, :0])
-        # Refuse at the first layer if not all layers fit. With several devices their placement is not known yet.
-        several, made = torch.cuda.device_count() > 1, [layer.is_initialized for layer in track.layers()]
+        buffers = self.joined(*source)
         try:
-            if several or not any(made):
-                missing = 1 if several else len(made)
-                track.refuse_unless_fits(track.capacity, missing * bytes_per_token(*self.joined(*source)), device)
+            if missing := track.missing(device):
+                each = missing * bytes_per_token(*buffers)
+                track.refuse_unless_fits(track.capacity, each, device)
+                memory.reserve(track.capacity * each, missing * len(buffers), device)
         except MemoryError:
-            if track.growable and not any(made):
+            if track.growable and not any(layer.is_initialized for layer in track.layers()):
                 track.capacity = min(track.limit, STEP)  # the next call makes room for its own tokens
             raise
-        self.buffers = [*self.joined(*source)]
+        self.buffers = [*buffers]
         self.dtype, self.device = key_states.dtype, device
         self.reallocate(track.capacity)
         self.pending, self.is_initialized = None, True

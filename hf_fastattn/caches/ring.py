@@ -27,7 +27,7 @@ from ..kernels.spec import KV, bytes_per_token
 from ..streaming import Settings
 from .buffers import UNKNOWN, Buffered, Pair, describe, layout, reallocated, refuse_gradient, selected
 from .contract import CHANGE_ROWS, CUT_SHORT, Storage
-from .layers import refuse_unless_fits
+from .memory import refuse_unless_fits
 
 
 class Many(NamedTuple):

@@ -12,7 +12,8 @@ from ..attention import step as steps
 from ..attention.step import EAGER
 from ..hf import Kind
 from .contract import Storage
-from .layers import AHEAD, SLACK, SPARE, Layer, Track, free_bytes
+from .layers import AHEAD, SLACK, SPARE, Layer, Track
+from .memory import free_bytes
 
 
 class PreallocatedStorage(Storage):

@@ -11,7 +11,8 @@ import torch
 from ..attention.step import Step
 from ..hf import Kind
 from .contract import CHANGE_ROWS
-from .layers import KEEP, Layer, Track, refuse_unless_fits, round_up
+from .layers import KEEP, Layer, Track, round_up
+from .memory import refuse_unless_fits
 from .paged import copy_pages, on_device, windows_of
 from .pages import Held, Pools
 from .storage import PreallocatedStorage

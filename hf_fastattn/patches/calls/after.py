@@ -31,17 +31,16 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
         torch.cuda.current_stream(device).synchronize()
     now = time.perf_counter()
     until = math.inf if graphs.everything else now + graphs.budget
-    sizes = sizes if now + graphs.seconds <= until else ()
-    if not sizes:
+    if not sizes or now + graphs.late_for.get(sizes, 1) * graphs.seconds > until:
         return
     with torch.no_grad(), graphs.lock:
         replays = graphs.replays
         try:
             forwards.present.forget()
             forwards.present.compare()
-            for size in sizes:
-                if graphs.closed or not _capture(forwards, size, until):
-                    break
+            passes = {size: _capture(forwards, size, until) for size in sizes if not graphs.closed}
+            late = {size: count for size, count in passes.items() if count}
+            graphs.late_for = {tuple(late): min(late.values(), default=1)}
         except Exception as error:
             if "no memory" in str(error):
                 graphs.late = False
@@ -75,8 +74,8 @@ def _has_room(forwards: Forwards, storage: Storage) -> bool:
     return storage.can_undo and storage.holds(more) and (forwards.positions is None or more <= forwards.positions)
 
 
-def _capture(forwards: Forwards, size: int, until: float) -> bool:
-    """Capture the graph of one size. Returns whether there was time."""
+def _capture(forwards: Forwards, size: int, until: float) -> int:
+    """Capture the graph of one size. Returns 0, or how many times the step would have run if there is no time for it."""
     graphs, storage, given = forwards.graphs, forwards.storage, forwards.prompted
     assert storage is not None  # see `_sizes`
     ids = given["input_ids"]
@@ -91,10 +90,10 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
     forwards.set_mask(cache, inputs, size)
     entry = forwards.present.entry(cache, inputs, size)
     if entry.graph is not None or entry.refused is not None:
-        return True
+        return 0
     passes = 2 if forwards.recorder.must_rehearse(entry) else 1
     if time.perf_counter() + passes * graphs.seconds > until:
-        return False
+        return passes
     for _ in range(passes):
         mark = Mark(storage, entry.device)
         try:
@@ -109,4 +108,4 @@ def _capture(forwards: Forwards, size: int, until: float) -> bool:
             storage.sync(ids.device, *counted)
         if entry.refused is not None:
             break
-    return True
+    return 0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ... import hf
-from ...caches import layers
+from ...caches import memory
 from ...caches.stored import StoredCache
 from ..graphs.entry import KEEP
 from ..ranks.ranks import least_bytes
@@ -73,7 +73,7 @@ def changes(model: hf.PreTrainedModel, tokens: int) -> bool:
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes of a GPU that new tensors can have; None on the CPU."""
-    return layers.free_bytes(device) if device.type == "cuda" else None
+    return memory.free_bytes(device) if device.type == "cuda" else None
 
 
 def largest(rows: int, tokens: int, each: int, free: float) -> int | None:

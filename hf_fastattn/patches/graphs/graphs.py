@@ -92,6 +92,7 @@ class DecodeGraphs:
         self.captures_at_once = True  # whether a step is captured without a rehearsal if one of its kind was rehearsed
         self.late = True  # whether graphs are captured after replies
         self.budget = policy.FIRST  # seconds for that
+        self.late_for: dict[tuple[int, ...], int] = {}  # sizes for which there was none, and how often a step of one would run
         self.everything = False  # whether graphs of all sizes are, however long that takes
         self.captures = self.replays = self.uncaptured = 0
         self.skipped = 0

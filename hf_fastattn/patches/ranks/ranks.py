@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ... import hf
-from ...caches.layers import free_bytes
+from ...caches.memory import free_bytes
 from ...caches.stored import StoredCache
 from ..graphs.entry import Entry
 from ..graphs.one_rank import OneRank, T

@@ -1,0 +1,44 @@
+"""The memory of buffers: how much is free, whether they fit, and all of it from the driver at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can be allocated at most; None if unknown. On a GPU they include unused memory that torch has reserved."""
+    if device.type == "cpu":  # all of its memory; more than a process can address if that is unknown
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 46
+    if device.type != "cuda":
+        return None
+    free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
+    return int(free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"])
+
+
+def refuse_unless_fits(
+    tokens: int, bytes_per_token: int, device: torch.device, held: int = 0, release: Callable[[], None] | None = None
+) -> None:
+    """Raise MemoryError if buffers of `tokens` tokens do not fit. held: bytes of the buffers that they replace. release: what
+    frees memory."""
+    needed, free = tokens * bytes_per_token, free_bytes(device)
+    if free is not None and needed > free + held and release is not None:
+        release()
+        free = free_bytes(device)
+    if free is not None and needed > free + held:
+        raise MemoryError(
+            f"A cache of {tokens} tokens needs {needed} bytes ({needed / 2**30:.2f} GiB) on {device}, and at most {free + held} "
+            f"({(free + held) / 2**30:.2f} GiB) are free. Ask for fewer tokens (max_new_tokens, capacity or window), fewer rows "
+            "or a shorter prompt."
+        )
+
+
+def reserve(total: int, count: int, device: torch.device) -> None:
+    """Have torch get the memory of so many buffers at once, from which it then allocates each of them: the driver takes up to a
+    millisecond for every piece. total: bytes of all. Buffers of 1 MiB and less are of another pool of torch."""
+    if device.type == "cuda" and count > 1 and total > count << 20:
+        with contextlib.suppress(torch.OutOfMemoryError):  # they may fit in several pieces
+            torch.empty(total + (count << 9), dtype=torch.uint8, device=device)  # each begins at a multiple of 512 bytes
