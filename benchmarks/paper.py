@@ -109,7 +109,7 @@ def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:
         config, fixed = (tables.fixed(*shared, keys), True) if kernel == "split_kv" else choose(*shared, keys, uniform=True)
         tiles = -(-shape.kv_len // config.BLOCK_N)
         if fixed:
-            splits = tables.num_splits(device, config, outputs, shape.kv_len)
+            splits = tables.num_splits(device, config, outputs, shape.kv_len, shape.head_dim)
             shares = [(s + 1) * tiles // splits - s * tiles // splits for s in range(splits)] * outputs
         else:
             total = tiles * outputs

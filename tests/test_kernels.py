@@ -445,7 +445,7 @@ def test_fixed_splits_of_few_keys_have_launches_of_their_own_at_head_dim_64(h100
         fewest, above, few, many, unknown = (tables.fixed(GPU, BF16, 64, 8, 8, number) for number in keys)
         assert many == unknown == tables.decode(GPU, BF16, 64, 8, 8) and above == few
         assert (few != many) == (fewest != few) == (arch == 90)
-    assert few.programs_per_sm == 1 and tables.num_splits(GPU, few, 8, 8 << 10) == 16
+    assert few.programs_per_sm == 1 and tables.num_splits(GPU, few, 8, 8 << 10, 64) == 16
     assert schedule.choose(GPU, BF16, 64, 8, 8, 8 << 10, True) == (few, True)
     assert tables.fixed(GPU, BF16, 64, 8, 67, 256) == tables.decode(GPU, BF16, 64, 8, 67)  # too many heads
 
@@ -488,7 +488,15 @@ def test_programs_and_splits_by_the_number_of_heads(h100):
     assert [fixed(96, keys) for keys in (16, 32, 64)] == [True, True, False]
 
     def splits(heads, kv_len, rows=64, head_dim=128):
-        return tables.num_splits(GPU, decode(heads, rows, head_dim), heads, kv_len << 10)
+        return tables.num_splits(GPU, decode(heads, rows, head_dim), heads, kv_len << 10, head_dim)
+
+    def of_few_keys(heads, keys, head_dim):
+        config = tables.fixed(GPU, BF16, head_dim, 8, heads, keys)
+        return tables.num_splits(GPU, config, heads, keys, head_dim)
+
+    # Of one tile, up to a number that is merged fast, or if half of the SMs are idle.
+    assert [of_few_keys(4, keys, 256) for keys in (256, 768, 1024, 2048, 3072)] == [4, 12, 16, 16, 24]
+    assert [of_few_keys(8, keys, 64) for keys in (256, 2048, 4096)] == [4, 32, 32] and of_few_keys(1, 4096, 256) == 64
 
     # Few keys of 64 rows are not split if each SM has one head.
     assert [splits(128, n) for n in (2, 8, 16, 32)] == [1, 1, 1, 2]

@@ -16,6 +16,7 @@ from . import gpu
 
 MAX_DECODE_ROWS = 64  # query rows (q_len x query heads per KV head) that a decode kernel packs into one block
 MAX_SPLITS = 128
+SINGLE_TILES = 32  # splits of one tile of keys, see `num_splits`
 BRIEF_BYTES = 16 << 20  # of K and V, up to which decode at head_dim 64 has launches of its own on Hopper (see `fixed`)
 
 
@@ -326,12 +327,18 @@ def most_splits(device: torch.device, config: Config, heads: int, kv_len: int) -
     return 1 if kv_len <= config.whole_keys else config.programs_per_sm * gpu.num_sms(device) // heads
 
 
-def num_splits(device: torch.device, config: Config, heads: int, kv_len: int) -> int:
+def num_splits(device: torch.device, config: Config, heads: int, kv_len: int, block_dv: int) -> int:
     """Flash-Decoding's splits per KV head: enough programs for one wave, at most MAX_SPLITS.
 
-    A split has at least `split_tiles` tiles, and 16 if there are more than `short_splits`.
+    A split has at least `split_tiles` tiles, and 16 if there are more than `short_splits`. On Hopper it may have one if there are
+    few splits, or if all of them run on half of the SMs: reading a second tile takes longer than merging another result.
+    block_dv: floats of a result.
     """
     tiles = -(-kv_len // config.BLOCK_N)
-    most = min(-(-tiles // config.split_tiles), max(config.short_splits, tiles // 16), MAX_SPLITS)
+    most = -(-tiles // config.split_tiles)
+    if gpu.arch(device) == 90 and config.BLOCK_N >= 64:
+        few = SINGLE_TILES if block_dv <= 128 else SINGLE_TILES // 2
+        most = tiles if 2 * heads * tiles <= gpu.num_sms(device) else max(most, min(tiles, few))
+    most = min(most, max(config.short_splits, tiles // 16), MAX_SPLITS)
     splits = max(1, min(most_splits(device, config, heads, kv_len), most))
     return -(-tiles // -(-tiles // splits))  # a split that does not shorten the longest one only adds work to the merge
