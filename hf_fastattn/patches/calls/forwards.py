@@ -24,7 +24,7 @@ from ...caches.stored import StoredCache
 from ..graphs import policy
 from ..graphs.entry import KEEP, PADDED, Entry, Inputs, grows, unpaddable
 from ..graphs.graphs import DecodeGraphs, why_not_read
-from ..graphs.policy import NEVER, Cost, choose, launch_bound, most_of_prompt, most_tokens, nearest, several, tokens_in
+from ..graphs.policy import NEVER, choose, most_of_prompt, most_tokens, nearest, several, tokens_in
 from ..graphs.present import Present
 from ..graphs.record import Recorder
 from ..graphs.state import Uncapturable
@@ -68,8 +68,7 @@ class Forwards:
     def __post_init__(self, outer: Forwards | None) -> None:
         graphs, model = self.graphs, self.model
         self.recorder = Recorder(graphs, model, self.run)
-        self.cost = graphs.cost = graphs.cost or Cost.of(model)
-        self.most = graphs.most = graphs.most or launch_bound(model, cost=self.cost)
+        self.cost, self.most = graphs.estimate(model)
         self.wanted: frozenset[int] = frozenset()  # sizes of graphs to capture after the reply
         self.around: Callable[[Storage], StoredCache] = StoredCache.around
         self.prompted: Inputs = {}  # the arguments of the last forward that could have been one of them, without its cache

@@ -98,13 +98,19 @@ class DecodeGraphs:
         self.skipped = 0
         self.padded: list[str] = []
         self.unpackable: dict[tuple[object, bool], str] = {}
-        self.most: int | None = None  # tokens of all rows in a graph; None before the first call
-        self.cost: Cost | None = None  # of the model; None before the first call
+        self.costs: tuple[Cost, int] | None = None  # see `estimate`
         self.closed = False  # whether the patch is undone
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
         self.counted: State | None = None  # the model as it was when changes were counted last
         self.ranks.when_broken(weakly(self.clear))
+
+    def estimate(self, model: hf.PreTrainedModel) -> tuple[Cost, int]:
+        """(what forwards of the model take, the most tokens of all rows in a graph of prompts), computed once."""
+        if self.costs is None:
+            cost = Cost.of(model)
+            self.costs = cost, policy.launch_bound(model, cost=cost)
+        return self.costs
 
     def find(self, cache: StoredCache, state: State, inputs: Inputs, tokens: int, call: object) -> Entry:
         """The entry for these inputs, of a graph of so many tokens; a new one if there is none. call: an object for each call."""
