@@ -73,19 +73,19 @@ def serve(shape: str, device: str, tokens: int) -> None:
             ms, captures = statistics.median(1e3 * call.wall_s for call in calls), patched.captures - before
             reply({"ms": ms, "replay_ms": None, "captures": captures, "tokens": calls[0].tokens[0].tolist()})
             continue
-        if said in SESSIONS:
+        if isinstance(said, str) and said in SESSIONS:
             options, given = SESSIONS[said]
-            patched.undo()
-            patched = patch(model, **{"backend": "lean", **options})
             texts = [runs.make_prompt([count], subject.text_config.vocab_size, where).ids for count in PROMPTS]
-            runs.synchronize(where)
-            began = time.perf_counter()
+            new = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **given}
+            patched.undo()
+            runs.free(where)
+            began, replies = time.perf_counter(), []
+            patched = patch(model, **{"backend": "lean", "compile": "lazy", **options})
             for ids in texts:
-                new = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **given}
                 out = model.generate(ids, attention_mask=torch.ones_like(ids), **new)
-                runs.synchronize(where)
-            ms, found = 1e3 * (time.perf_counter() - began), out[0, -NEW:].tolist()
-            reply({"ms": ms, "replay_ms": None, "captures": patched.captures, "tokens": found})
+                replies += out[0, ids.shape[1] :].tolist()
+            ms = 1e3 * (time.perf_counter() - began)
+            reply({"ms": ms, "replay_ms": None, "captures": patched.captures, "tokens": replies})
             continue
         if said != "run":
             cache = None

@@ -9,6 +9,7 @@ from hf_fastattn.report.tables import size, table, thousands
 
 from . import sections_context, sections_steps
 from . import sections_training as training
+from .commits import METHOD_FIRST, METHOD_SESSION
 from .grid import LEAN, OURS, ROOM, ROOMY, SDPA, STATIC, UNPADDED
 from .provenance import by, columns, of_one_run, ratio
 from .sections_paper import paper, paper_e2e, paper_gpus, paper_ranks, share, sweep
@@ -358,8 +359,9 @@ def commits(result: dict) -> str:
         figures = [figure(row[name].get(what), 3) for what in ("ms", "host_ms") for name in ("before", "now")]
         rows.append([row["case"], *figures, figure(row["now_over_before"], 3)])
     head = ["batch x prompt", trees["before"], "after", "host's part, " + trees["before"], "after", "after / before"]
+    unit = {METHOD_SESSION: "of a session", METHOD_FIRST: "of a call"}.get(result["conditions"]["method"], "per token")
     return (
-        f"**Two commits, alternating, milliseconds per token**, {model(result)}, {trees['before']} and the code after it "
+        f"**Two commits, alternating, milliseconds {unit}**, {model(result)}, {trees['before']} and the code after it "
         f"{by_method(result)}:\n\n{table(head, rows)}"
     )
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_fastattn import hf, patch
-from hf_fastattn.caches import PagedCache, PreallocatedCache, RollingCache, layers, memory
+from hf_fastattn.caches import PagedCache, PreallocatedCache, RollingCache, layers, memory, shared
 from hf_fastattn.kernels.decode.append import append
 from hf_fastattn.kernels.spec import KV
 
@@ -161,7 +161,7 @@ ASKED = {  # GPUs of the process, whether the model is patched, devices of its l
     "several": (2, True, {}, [2]),
     "devices not known": (2, False, {}, [1, 1]),
     "two devices": (2, True, {1: ELSEWHERE}, [1]),
-    "in the memory of the host": (2, True, {1: torch.device("meta")}, [2]),
+    "in the memory of the host": (2, True, {1: torch.device("meta")}, [1, 1]),
 }
 
 
@@ -169,14 +169,26 @@ ASKED = {  # GPUs of the process, whether the model is patched, devices of its l
 def test_memory_is_asked_for_once_for_each_device(monkeypatch, name):
     """The driver takes half a millisecond, before the first token."""
     gpus, patched, devices, expected = ASKED[name]
-    asked, model = [], tiny("llama", "lean")
+    asked, reserved, model = [], [], tiny("llama", "lean")
     each = 2 * 3 * 2 * 16 * 4  # K and V, 3 rows, 2 heads
     monkeypatch.setattr(memory, "refuse_unless_fits", lambda tokens, size, *_: asked.append(size / each))
+    monkeypatch.setattr(memory, "reserve", lambda total, count, device: reserved.append((total, count)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(layers, "layer_devices", lambda model: {0: torch.device("cpu"), **devices})
+    monkeypatch.setattr(hf, "layer_devices", lambda model: dict.fromkeys(range(2), torch.device("cpu")) | devices)
     with patch(model) if patched else contextlib.nullcontext():
         generate(model, prompts("no_padding", "cpu"), past_key_values=PreallocatedCache(model, 256))
-    assert asked == expected
+    assert asked == expected and reserved == [(256 * each * count, 2 * count) for count in expected]
+
+
+def test_the_memory_of_a_shared_cache_is_that_of_its_own_slots(monkeypatch):
+    shares, reserved = Mock(length=lambda tokens: tokens // 8), []
+    shares.before = shares.length
+    monkeypatch.setattr(memory, "reserve", lambda total, count, device: reserved.append(total))
+    track = shared.SharedTrack(8192, True, shares)
+    made = [shared.SharedLayer(index, track) for index in range(2)]
+    for layer in made:
+        layer.lazy_initialization(*[torch.zeros(1, 4, 0, 16)] * 2)
+    assert reserved == [sum(buffer.nbytes for layer in made for buffer in layer.buffers)] == [2 * 2 * 4 * 1024 * 16 * 4]
 
 
 HUGE = 10**13  # tokens, more than fit into the address space of a process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from unittest.mock import Mock
 
 import fake_graph
@@ -21,7 +22,7 @@ from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import ahead, warm
 from hf_fastattn.patches.calls import after, forwards
 from hf_fastattn.patches.fused import experts
-from hf_fastattn.patches.graphs import graphs, policy, verify
+from hf_fastattn.patches.graphs import graphs, policy, present, verify
 from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
 from hf_fastattn.patches.graphs.state import Uncapturable
 
@@ -396,23 +397,41 @@ def test_captures_without_time_are_not_tried_after_each_reply(llama, monkeypatch
     """A try compares the model, and takes time of its own."""
     tried, own = [], after._capture
     monkeypatch.setattr(after, "_capture", lambda forwards, size, until: tried.append(size) or own(forwards, size, until))
+    monkeypatch.setattr(policy, "OFTEN", 1 << 30)
+    with hf_fastattn.patch(llama) as patch:
+        first_prompt(llama, 900)
+        held = patch._graphs
+        held.budget, held.seconds = 150.0, 100.0
+        for _ in range(3):
+            for tokens in (100, 900):
+                first_prompt(llama, tokens, share=1e-9)
+        assert tried == [128, 512] and sizes(patch) == {1} and held.budget > 149.0  # they would be rehearsed and captured
+        held.budget = 250.0
+        first_prompt(llama, share=1e-9)
+        assert tried == [128, 512, 128] and sizes(patch) == {1, 128} and not patch.reasons
+
+
+def test_tries_without_time_do_not_take_the_time_of_the_next_one(llama, monkeypatch):
+    """Each takes more time than a call earns."""
+    own = present.Present.compare
+    slow = lambda self: (time.sleep(0.03), own(self))[1]  # noqa: E731
+    monkeypatch.setattr(policy, "OFTEN", 1 << 30)
     with hf_fastattn.patch(llama) as patch:
         first_prompt(llama)
         held = patch._graphs
-        held.budget, held.seconds = 150.0, 100.0
-        for _ in range(2):
+        held.budget, held.seconds = 0.5, 0.26
+        monkeypatch.setattr(present.Present, "compare", slow)
+        for _ in range(8):
             first_prompt(llama, share=1e-9)
-        assert tried == [128] and sizes(patch) == {1} and held.budget > 100.0  # it would be rehearsed and captured
-        held.budget = 250.0
-        first_prompt(llama, share=1e-9)
-        assert tried == [128, 128] and sizes(patch) == {1, 128} and not patch.reasons
+            held.budget += 0.01
+        assert sizes(patch) == {1, 128}
 
 
-def first_prompt(model, share=0.0, **options):
-    """Read without captures after its reply."""
+def first_prompt(model, tokens=100, share=0.0, **options):
+    """Read without captures after its reply, if it has no share of the time."""
     with pytest.MonkeyPatch.context() as none:
         none.setattr(policy, "SHARE", share)
-        return ask(model, 100, **options)
+        return ask(model, tokens, **options)
 
 
 FAILURES = {

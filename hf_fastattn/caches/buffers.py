@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import registry
+from .. import hf, registry
 from ..attention.step import Step
 from ..hf import CacheLayerMixin
 from ..kernels.host import gpu
@@ -151,6 +152,19 @@ class Buffered(CacheLayerMixin):
 
     def moved(self) -> None:
         """Called when a buffer was replaced or dropped, and not for the first one: the storage has a new version."""
+
+
+def devices_of(layers: Sequence[Buffered], device: torch.device, step: Step | None) -> list[torch.device] | None:
+    """Where these layers of a model compute, of which the first one does on `device`; None if that is not known, or if their
+    buffers differ in size."""
+    if torch.cuda.device_count() <= 1:
+        return [device] * len(layers)
+    model = None if step is None else step.model
+    if not isinstance(model, hf.PreTrainedModel) or len({*hf.layer_shapes(model.config)}) > 1:
+        return None
+    held = hf.layer_devices(model)
+    found = [held[layer.index] for layer in layers if layer.index in held]
+    return found if len(found) == len(layers) and {each.type for each in found} == {device.type} else None
 
 
 def refuse_gradient(*states: torch.Tensor) -> None:

@@ -25,10 +25,10 @@ import torch
 
 from ..attention import step as steps
 from ..attention.step import CAPTURED, CAPTURED_WITH_MASK, EAGER, Packed, Step
-from ..hf import Kind, layer_devices
+from ..hf import Kind
 from ..kernels.spec import KV, bytes_per_token
 from . import memory
-from .buffers import Pair, describe, layout, reallocated, refuse_gradient, selected, slide
+from .buffers import Pair, describe, devices_of, layout, reallocated, refuse_gradient, selected, slide
 from .contract import CHANGE_ROWS, Storage
 from .replaced import Replaceable
 
@@ -65,6 +65,7 @@ class Track:
         self.device: torch.device | None = None  # None before a decode graph needs `counts`
         self.image, self.stale = (0, 0), True  # the values in `counts`, and whether the host has counted since
         self.live, self.new = None, 0  # new: the value in `live`
+        self.placed: list[torch.device] | None = None  # where its layers compute, see `missing`
         self.running = 0  # bit mask of the layers that a decode graph writes
         self.on_low_memory: weakref.WeakMethod[Callable[[], None]] | None = None  # called when memory is short
 
@@ -115,18 +116,21 @@ class Track:
         release = None if self.on_low_memory is None else self.on_low_memory()
         memory.refuse_unless_fits(tokens, bytes_per_token, device, held, release)
 
+    def length(self, tokens: int) -> int:
+        """Slots of a buffer for so many tokens."""
+        return tokens
+
     def missing(self, device: torch.device) -> int:
         """Of how many layers on a device the first one without a buffer allocates: all of them, but itself alone if devices of
         layers are not known, and 0 if one of them has a buffer."""
-        several, model = torch.cuda.device_count() > 1, None if self.step is None else self.step.model
-        if several and model is None:
-            return 1
         layers = [*self.layers()]
+        if not any(layer.is_initialized for layer in layers):
+            self.placed = devices_of(layers, device, self.step)
+        if self.placed is None:
+            return 1
         if any(layer.is_initialized and layer.device == device for layer in layers):
             return 0
-        held = layer_devices(model) if several else {}
-        here = [layer for layer in layers if (own := held.get(layer.index, device)) == device or own.type != device.type]
-        return max(1, len(here))
+        return max(1, self.placed.count(device))
 
     def is_synced(self, device: torch.device, tokens: int) -> bool:
         """Whether the device has the host's counts, and the buffers have free slots for `tokens` tokens."""
@@ -195,7 +199,7 @@ class Layer(Replaceable):
             if missing := track.missing(device):
                 each = missing * bytes_per_token(*buffers)
                 track.refuse_unless_fits(track.capacity, each, device)
-                memory.reserve(track.capacity * each, missing * len(buffers), device)
+                memory.reserve(track.length(track.capacity) * each, missing * len(buffers), device)
         except MemoryError:
             if track.growable and not any(layer.is_initialized for layer in track.layers()):
                 track.capacity = min(track.limit, STEP)  # the next call makes room for its own tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
 
@@ -15,8 +14,15 @@ def free_bytes(device: torch.device) -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 1 << 46
     if device.type != "cuda":
         return None
+    free, idle, _ = _of_gpu(device)
+    return free + idle
+
+
+def _of_gpu(device: torch.device) -> tuple[int, int, int]:
+    """(bytes that the driver has left, bytes that torch has and does not use, size of blocks that torch does not split or -1)"""
     free, stats = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_stats_as_nested_dict(device)
-    return int(free + stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"])
+    idle = stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
+    return int(free), int(idle), int(stats.get("max_split_size", -1))
 
 
 def refuse_unless_fits(
@@ -38,7 +44,11 @@ def refuse_unless_fits(
 
 def reserve(total: int, count: int, device: torch.device) -> None:
     """Have torch get the memory of so many buffers at once, from which it then allocates each of them: the driver takes up to a
-    millisecond for every piece. total: bytes of all. Buffers of 1 MiB and less are of another pool of torch."""
-    if device.type == "cuda" and count > 1 and total > count << 20:
-        with contextlib.suppress(torch.OutOfMemoryError):  # they may fit in several pieces
-            torch.empty(total + (count << 9), dtype=torch.uint8, device=device)  # each begins at a multiple of 512 bytes
+    millisecond for every piece. total: bytes of all. It does nothing for buffers of 1 MiB and less, which are of another pool of
+    torch, or if torch has as much unused memory, or the driver has less."""
+    if device.type != "cuda" or count == 1 or total <= count << 20:
+        return
+    total += count << 9  # each begins at a multiple of 512 bytes
+    free, idle, whole = _of_gpu(device)
+    if idle < total <= free and not 0 <= whole <= total:
+        torch.empty(total, dtype=torch.uint8, device=device)

@@ -37,9 +37,11 @@ class SharedTrack(Track):
         return {**super().__getstate__(), "shares": self.shares}
 
     def refuse_unless_fits(self, tokens: int, bytes_per_token: int, device: torch.device, held: int = 0) -> None:
-        length = self.shares.length
-        held = held * length(self.capacity) // self.capacity
-        super().refuse_unless_fits(length(tokens), bytes_per_token, device, held)
+        held = held * self.length(self.capacity) // self.capacity
+        super().refuse_unless_fits(self.length(tokens), bytes_per_token, device, held)
+
+    def length(self, tokens: int) -> int:
+        return self.shares.length(tokens)
 
 
 class SharedLayer(Layer):
@@ -52,7 +54,7 @@ class SharedLayer(Layer):
         return self.track.shares.before(self.seen)
 
     def reallocate(self, capacity: int) -> None:
-        super().reallocate(self.track.shares.length(capacity))
+        super().reallocate(self.track.length(capacity))
 
     def replace(self, index: int, old: torch.Tensor, new: torch.Tensor) -> None:
         raise ValueError(

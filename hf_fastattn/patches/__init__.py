@@ -133,8 +133,6 @@ def patch(
         if prefill_chunk is not None:
             made.read_in_chunks()
         made.ahead = ahead.begin(model, compile == "lazy")
-        if graph and model.device.type == "cuda":
-            made._graphs.estimate(model)  # the first token does not wait for it
         return made
 
 

@@ -86,6 +86,8 @@ class Patch:
                 assert self._generation is not None  # K and V are shared out in caches of the package
                 self._generation.heads = hf.WholeHeads(model, shares.copies)
             self._apply(model, fuse, streaming, peer_memory)
+            if graph and model.device.type == "cuda":
+                self._graphs.estimate(model)  # no first token waits for it
         except BaseException:
             self.undo()
             raise

@@ -31,16 +31,21 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
         torch.cuda.current_stream(device).synchronize()
     now = time.perf_counter()
     until = math.inf if graphs.everything else now + graphs.budget
-    if not sizes or now + graphs.late_for.get(sizes, 1) * graphs.seconds > until:
+    needed = {size: graphs.late_for.get(size, (1, 0.0)) for size in sizes}
+    sizes = tuple(size for size, (steps, before) in needed.items() if now + steps * graphs.seconds + before <= until)
+    if not sizes:
         return
     with torch.no_grad(), graphs.lock:
-        replays = graphs.replays
+        replays, seconds = graphs.replays, graphs.seconds
         try:
             forwards.present.forget()
             forwards.present.compare()
-            passes = {size: _capture(forwards, size, until) for size in sizes if not graphs.closed}
-            late = {size: count for size, count in passes.items() if count}
-            graphs.late_for = {tuple(late): min(late.values(), default=1)}
+            for size in sizes:
+                if graphs.closed:
+                    break
+                graphs.late_for.pop(size, None)
+                if steps := _capture(forwards, size, until):
+                    graphs.late_for[size] = steps, time.perf_counter() - now
         except Exception as error:
             if "no memory" in str(error):
                 graphs.late = False
@@ -48,7 +53,8 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
                 hf.warn(f"{name}.generate() captures no more graphs after its replies: {error}.")
         finally:
             graphs.replays = replays
-            graphs.budget = max(0.0, graphs.budget - (time.perf_counter() - now))
+            if graphs.seconds != seconds:  # a step has run; a try without time takes nothing of what is saved for the next one
+                graphs.budget = max(0.0, graphs.budget - (time.perf_counter() - now))
 
 
 def _sizes(forwards: Forwards) -> tuple[int, ...]:
@@ -90,6 +96,8 @@ def _capture(forwards: Forwards, size: int, until: float) -> int:
     forwards.set_mask(cache, inputs, size)
     entry = forwards.present.entry(cache, inputs, size)
     if entry.graph is not None or entry.refused is not None:
+        if entry.refused is not None:
+            graphs.asked[storage][size] = NEVER  # nor compare the model for it after each reply
         return 0
     passes = 2 if forwards.recorder.must_rehearse(entry) else 1
     if time.perf_counter() + passes * graphs.seconds > until:

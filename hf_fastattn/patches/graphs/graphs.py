@@ -92,13 +92,13 @@ class DecodeGraphs:
         self.captures_at_once = True  # whether a step is captured without a rehearsal if one of its kind was rehearsed
         self.late = True  # whether graphs are captured after replies
         self.budget = policy.FIRST  # seconds for that
-        self.late_for: dict[tuple[int, ...], int] = {}  # sizes for which there was none, and how often a step of one would run
+        self.late_for: dict[int, tuple[int, float]] = {}  # sizes for which there was none: steps of each, seconds before them
         self.everything = False  # whether graphs of all sizes are, however long that takes
         self.captures = self.replays = self.uncaptured = 0
         self.skipped = 0
         self.padded: list[str] = []
         self.unpackable: dict[tuple[object, bool], str] = {}
-        self.costs: tuple[Cost, int] | None = None  # see `estimate`
+        self.costs: tuple[object, Cost, int] | None = None  # see `estimate`
         self.closed = False  # whether the patch is undone
         self.changes = 0  # consecutive calls in which the model had changed
         self.changed: list[str] = []  # the names of the last changes
@@ -106,11 +106,13 @@ class DecodeGraphs:
         self.ranks.when_broken(weakly(self.clear))
 
     def estimate(self, model: hf.PreTrainedModel) -> tuple[Cost, int]:
-        """(what forwards of the model take, the most tokens of all rows in a graph of prompts), computed once."""
-        if self.costs is None:
+        """(what forwards of the model take, the most tokens of all rows in a graph of prompts), computed once for its device and
+        dtype."""
+        key = model.device, model.dtype
+        if self.costs is None or self.costs[0] != key or not self.costs[1].weights:  # which other code may have taken away
             cost = Cost.of(model)
-            self.costs = cost, policy.launch_bound(model, cost=cost)
-        return self.costs
+            self.costs = key, cost, policy.launch_bound(model, cost=cost)
+        return self.costs[1:]
 
     def find(self, cache: StoredCache, state: State, inputs: Inputs, tokens: int, call: object) -> Entry:
         """The entry for these inputs, of a graph of so many tokens; a new one if there is none. call: an object for each call."""
