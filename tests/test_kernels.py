@@ -490,13 +490,14 @@ def test_programs_and_splits_by_the_number_of_heads(h100):
     def splits(heads, kv_len, rows=64, head_dim=128):
         return tables.num_splits(GPU, decode(heads, rows, head_dim), heads, kv_len << 10, head_dim)
 
-    def of_few_keys(heads, keys, head_dim):
+    def of_few_keys(heads, keys, head_dim, rows=8):
         config = tables.fixed(GPU, BF16, head_dim, 8, heads, keys)
-        return tables.num_splits(GPU, config, heads, keys, head_dim)
+        return tables.num_splits(GPU, config, heads, keys, head_dim, rows)
 
     # Of one tile, up to a number that is merged fast, or if half of the SMs are idle.
     assert [of_few_keys(4, keys, 256) for keys in (256, 768, 1024, 2048, 3072)] == [4, 12, 16, 16, 24]
-    assert [of_few_keys(8, keys, 64) for keys in (256, 2048, 4096)] == [4, 32, 32] and of_few_keys(1, 4096, 256) == 64
+    assert [of_few_keys(8, keys, 64) for keys in (128, 256, 2048, 4096)] == [1, 4, 32, 32] and of_few_keys(1, 4096, 256) == 64
+    assert of_few_keys(4, 768, 256, rows=128) == 6  # of a prompt
 
     # Few keys of 64 rows are not split if each SM has one head.
     assert [splits(128, n) for n in (2, 8, 16, 32)] == [1, 1, 1, 2]

@@ -154,7 +154,7 @@ def fixed_splits(call: Call, config: tables.Config, splits: int | None) -> Plan:
     # With a number of splits, bits must not depend on the batch.
     rows = 0 if splits else call.batch * call.num_kv_heads * call.rows
     keys = visible_keys(call.kv_len, call.q_len, call.spec)
-    splits = splits or tables.num_splits(device, config, heads, keys, call.block_dv)
+    splits = splits or tables.num_splits(device, config, heads, keys, call.block_dv, call.rows)
     merge_form = tables.merge(device, call.block_dv, rows, splits)
     acc_size = call.batch * call.num_heads * call.q_len * splits * call.block_dv if splits > 1 else 0
     common = {"splits": splits, "stats_start": acc_size, **early(device)}

@@ -327,16 +327,16 @@ def most_splits(device: torch.device, config: Config, heads: int, kv_len: int) -
     return 1 if kv_len <= config.whole_keys else config.programs_per_sm * gpu.num_sms(device) // heads
 
 
-def num_splits(device: torch.device, config: Config, heads: int, kv_len: int, block_dv: int) -> int:
+def num_splits(device: torch.device, config: Config, heads: int, kv_len: int, block_dv: int, rows: int = 1) -> int:
     """Flash-Decoding's splits per KV head: enough programs for one wave, at most MAX_SPLITS.
 
     A split has at least `split_tiles` tiles, and 16 if there are more than `short_splits`. On Hopper it may have one if there are
     few splits, or if all of them run on half of the SMs: reading a second tile takes longer than merging another result.
-    block_dv: floats of a result.
+    block_dv: floats of a result. rows: packed query rows of a KV head.
     """
     tiles = -(-kv_len // config.BLOCK_N)
     most = -(-tiles // config.split_tiles)
-    if gpu.arch(device) == 90 and config.BLOCK_N >= 64:
+    if gpu.arch(device) == 90 and config.BLOCK_N >= 64 and rows <= MAX_DECODE_ROWS and kv_len > 128:
         few = SINGLE_TILES if block_dv <= 128 else SINGLE_TILES // 2
         most = tiles if 2 * heads * tiles <= gpu.num_sms(device) else max(most, min(tiles, few))
     most = min(most, max(config.short_splits, tiles // 16), MAX_SPLITS)
