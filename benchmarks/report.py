@@ -18,11 +18,11 @@ from pathlib import Path
 
 from .provenance import older
 from .sections import HEADLINE, SECTIONS
-from .sections_steps import families_headline
+from .sections_steps import families_headline, first_tokens_of_chats
 from .words import on
 
 RESULTS = Path("examples/results")
-OTHER_GPU = "families_h100.json"  # the headline has its rows, too
+MORE = {"families_h100.json": families_headline, "first_tokens_8b.json": first_tokens_of_chats}  # of the headline
 FOOTNOTE = re.compile(r"\[\^(`.+?`[^]]*)\]")
 MARKS = re.compile(r"<!-- measured(?: (\w+))?: begin -->\n(.*?)<!-- measured(?: \1)?: end -->", re.DOTALL)
 
@@ -42,8 +42,7 @@ def report(folder: Path, names: Iterable[str] | None = None, pictures: str = "")
             continue
         if name == HEADLINE:
             parts.append(section(result))
-            if (other := folder / OTHER_GPU).exists():
-                parts.append(families_headline(json.loads(other.read_text())))
+            parts += [text(json.loads((folder / other).read_text())) for other, text in MORE.items() if (folder / other).exists()]
             continue
         if "method" in result.get("conditions", ()) and on(result) not in known:
             known.append(on(result))

@@ -263,6 +263,17 @@ def first_tokens(result: dict) -> str:
     )
 
 
+def first_tokens_of_chats(result: dict) -> str:
+    """One sentence for the headline."""
+    row = next(row for row in result["rows"] if row["case"] == "chats")
+    stock, again, patched = (figure(row[rival]["median_ms"]) for rival in ("stock", "again", "patched"))
+    shortest, longest = min(row["lengths"]), max(row["lengths"])
+    return (
+        f"The first token of a turn of a chat takes {patched} ms under `patch()` and {stock} with `sdpa`, or {again} at lengths "
+        f"that `sdpa` has read before (medians of turns of {shortest} to {longest} tokens, {model(result)}, {on(result)})."
+    )
+
+
 def roofline(result: dict) -> str:
     rows = sorted(result["rows"], key=lambda row: row["rows"])
     lines = [[str(row["rows"]), figure(row["replay_ms"], 2), figure(1e3 * row["replay_ms"] / row["rows"], 1)] for row in rows]
