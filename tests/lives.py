@@ -39,9 +39,8 @@ from hf_fastattn.kernels import TritonKernel
 from hf_fastattn.kernels.ahead.describe import Kernel, _plain
 from hf_fastattn.kernels.host import gpu
 from hf_fastattn.patches import warm
-from hf_fastattn.patches.calls import forwards
 from hf_fastattn.patches.fused import experts, subclass
-from hf_fastattn.patches.graphs import graphs
+from hf_fastattn.patches.graphs import graphs, policy
 
 packages.PACKAGES |= {__name__, NewDevice.__module__}  # what records a step is no code of the model
 Call = Callable[[], object]
@@ -141,7 +140,7 @@ def living(recipe: warm.Recipe) -> Iterator[tuple[torch.nn.Module, dict[object, 
         patch.setattr(TritonKernel, "where", lambda self, device: "the Triton kernel")
         patch.setattr(graphs, "new_graph", _Graph)
         patch.setattr(graphs, "why_no_graph", lambda device: None)
-        patch.setattr(forwards, "launch_bound", lambda *_, **__: recipe.most)
+        patch.setattr(policy, "launch_bound", lambda *_, **__: recipe.most)
         for module in (torch.nn.functional, experts):
             patch.setattr(module, "linear", linear)
         patch.setitem(llama._FUNCTIONS, "linear", linear)

@@ -728,18 +728,20 @@ def test_families_have_the_size_of_the_named_models(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [[], ["--first"]])
-def test_two_checkouts_alternate_and_agree(tmp_path, first):
+@pytest.mark.parametrize("what", [[], ["--first"], ["--sessions", "greedy"]], ids=str)
+def test_two_checkouts_alternate_and_agree(tmp_path, what):
     here = str(Path(commits.__file__).parent.parent)
     options = ["--shape", "tiny", "--cases", "2xpadded", "--padded", "9", "20", "--pairs", "2", "--tokens", "8"]
-    commits.main(["--before", here, *options, "--device", "cpu", "--out", str(tmp_path), *first])
+    commits.main(["--before", here, *options, "--device", "cpu", "--out", str(tmp_path), *what])
     found = json.loads((tmp_path / "commits.json").read_text())
     (row,) = found["rows"]
-    assert row["same_tokens"] and row["lengths"] == [9, 20] and len(row["now"]["all_ms"]) == 2
-    assert found["conditions"]["method"] == (commits.METHOD_FIRST if first else commits.METHOD)
+    case, lengths = ("greedy", [*commits.PROMPTS]) if "greedy" in what else ("2xpadded", [9, 20])
+    methods = {"": commits.METHOD, "--first": commits.METHOD_FIRST, "--sessions": commits.METHOD_SESSION}
+    assert row["same_tokens"] and row["lengths"] == lengths and len(row["now"]["all_ms"]) == 2
+    assert found["conditions"]["method"] == methods[what[0] if what else ""]
     assert row["now_over_before"] == row["now"]["ms"] / row["before"]["ms"] and set(found["measured_by"]) == {row["run"]}
     shown = [cell.strip() for cell in sections.commits(found).splitlines()[-1].split("|")]
-    assert shown[1] == "2xpadded" and shown[4:6] == ["-", "-"]  # no graphs here, so the host's part is not known
+    assert shown[1] == case and shown[4:6] == ["-", "-"]  # no graphs here, so the host's part is not known
 
 
 @pytest.mark.slow
