@@ -25,7 +25,7 @@ from pathlib import Path
 MARK = "\x1e"  # begins the line of an answer; libraries print other lines
 BEFORE, NOW = "before", "now"
 METHOD = "greedy generate() under patch(), 6th new token to last, both trees in turn, median"
-METHOD_SESSION = "generate() of 12 prompts under a new patch(), with its captures and warm kernels, both trees in turn, median"
+METHOD_SESSION = "a new patch() and generate() of 12 prompts, with captures and warm kernels, both trees in turn, median"
 METHOD_FIRST = "generate(max_new_tokens=1) under patch() without a cache, median of 5 calls, both trees in turn, median"
 
 PROMPTS = 60, 410, 130, 850, 33, 270, 570, 95, 380, 190, 700, 44  # tokens of the prompts of a session

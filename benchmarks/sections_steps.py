@@ -266,11 +266,12 @@ def first_tokens(result: dict) -> str:
 def first_tokens_of_chats(result: dict) -> str:
     """One sentence for the headline."""
     row = next(row for row in result["rows"] if row["case"] == "chats")
-    stock, again, patched = (figure(row[rival]["median_ms"]) for rival in ("stock", "again", "patched"))
-    shortest, longest = min(row["lengths"]), max(row["lengths"])
+    turns, shortest, longest = len(row["lengths"]), min(row["lengths"]), max(row["lengths"])
+    stock, again, patched = (figure(1e3 * median(row[rival]["first_token_s"][:turns])) for rival in ("stock", "again", "patched"))
     return (
         f"The first token of a turn of a chat takes {patched} ms under `patch()` and {stock} with `sdpa`, or {again} at lengths "
-        f"that `sdpa` has read before (medians of turns of {shortest} to {longest} tokens, {model(result)}, {on(result)})."
+        f"that `sdpa` has read before (medians of {turns} turns, in which {shortest} to {longest} tokens and those of the last "
+        f"reply are read, {model(result)}, {on(result)})."
     )
 
 

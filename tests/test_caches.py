@@ -174,10 +174,11 @@ def test_memory_is_asked_for_once_for_each_device(monkeypatch, name):
     monkeypatch.setattr(memory, "refuse_unless_fits", lambda tokens, size, *_: asked.append(size / each))
     monkeypatch.setattr(memory, "reserve", lambda total, count, device: reserved.append((total, count)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(hf, "layer_devices", lambda model: dict.fromkeys(range(2), torch.device("cpu")) | devices)
+    placed = dict.fromkeys(range(2), torch.device("cpu")) | devices
+    monkeypatch.setattr(hf, "layer_devices", lambda model: placed if isinstance(model, hf.PreTrainedModel) else {})
     with patch(model) if patched else contextlib.nullcontext():
         generate(model, prompts("no_padding", "cpu"), past_key_values=PreallocatedCache(model, 256))
-    assert asked == expected and reserved == [(256 * each * count, 2 * count) for count in expected]
+    assert asked == expected and reserved == [(256 * each * count, 2 * count) for count in expected if count > 1]
 
 
 def test_the_memory_of_a_shared_cache_is_that_of_its_own_slots(monkeypatch):

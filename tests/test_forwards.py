@@ -651,7 +651,8 @@ def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
     cut = length // 3
     want = generate(llama, {"input_ids": ids}, max_new_tokens=4)
     with hf_fastattn.patch(llama) as patch:
-        patch._graphs.costs = (llama.device, llama.dtype), patch._graphs.estimate(llama)[0], 2048
+        cost, _ = patch._graphs.estimate(llama)
+        patch._graphs.costs = patch._graphs.costs[0], cost, 2048
         for _ in range(4):
             assert torch.equal(generate(llama, {"input_ids": ids}, max_new_tokens=4), want)
         assert tokens_of_graphs(patch) == {1, 768 if length < 768 else 1024}  # the largest that the buffers hold

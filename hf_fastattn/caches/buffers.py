@@ -157,11 +157,13 @@ class Buffered(CacheLayerMixin):
 def devices_of(layers: Sequence[Buffered], device: torch.device, step: Step | None) -> list[torch.device] | None:
     """Where these layers of a model compute, of which the first one does on `device`; None if that is not known, or if their
     buffers differ in size."""
+    model = None if step is None else step.model
+    if isinstance(model, hf.PreTrainedModel):
+        shapes = hf.layer_shapes(model.config)
+        if len({shapes[layer.index] for layer in layers if layer.index < len(shapes)}) > 1:
+            return None
     if torch.cuda.device_count() <= 1:
         return [device] * len(layers)
-    model = None if step is None else step.model
-    if not isinstance(model, hf.PreTrainedModel) or len({*hf.layer_shapes(model.config)}) > 1:
-        return None
     held = hf.layer_devices(model)
     found = [held[layer.index] for layer in layers if layer.index in held]
     return found if len(found) == len(layers) and {each.type for each in found} == {device.type} else None

@@ -199,7 +199,8 @@ class Layer(Replaceable):
             if missing := track.missing(device):
                 each = missing * bytes_per_token(*buffers)
                 track.refuse_unless_fits(track.capacity, each, device)
-                memory.reserve(track.length(track.capacity) * each, missing * len(buffers), device)
+                if missing > 1:
+                    memory.reserve(track.length(track.capacity) * each, missing * len(buffers), device)
         except MemoryError:
             if track.growable and not any(layer.is_initialized for layer in track.layers()):
                 track.capacity = min(track.limit, STEP)  # the next call makes room for its own tokens

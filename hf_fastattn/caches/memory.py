@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -51,4 +52,5 @@ def reserve(total: int, count: int, device: torch.device) -> None:
     total += count << 9  # each begins at a multiple of 512 bytes
     free, idle, whole = _of_gpu(device)
     if idle < total <= free and not 0 <= whole <= total:
-        torch.empty(total, dtype=torch.uint8, device=device)
+        with contextlib.suppress(torch.OutOfMemoryError):  # of a limit of the process, or as another one was faster
+            torch.empty(total, dtype=torch.uint8, device=device)

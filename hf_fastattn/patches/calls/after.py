@@ -40,12 +40,13 @@ def capture_wanted(forwards: Forwards, began: float, alone: bool) -> None:
         try:
             forwards.present.forget()
             forwards.present.compare()
+            before = time.perf_counter() - now
             for size in sizes:
                 if graphs.closed:
                     break
                 graphs.late_for.pop(size, None)
                 if steps := _capture(forwards, size, until):
-                    graphs.late_for[size] = steps, time.perf_counter() - now
+                    graphs.late_for[size] = steps, before
         except Exception as error:
             if "no memory" in str(error):
                 graphs.late = False
@@ -96,8 +97,8 @@ def _capture(forwards: Forwards, size: int, until: float) -> int:
     forwards.set_mask(cache, inputs, size)
     entry = forwards.present.entry(cache, inputs, size)
     if entry.graph is not None or entry.refused is not None:
-        if entry.refused is not None:
-            graphs.asked[storage][size] = NEVER  # nor compare the model for it after each reply
+        if entry.rehearsal is not None and entry.refused is not None:  # by what its step did
+            graphs.asked[storage][size] = NEVER  # nor is the model compared for it after each reply
         return 0
     passes = 2 if forwards.recorder.must_rehearse(entry) else 1
     if time.perf_counter() + passes * graphs.seconds > until:

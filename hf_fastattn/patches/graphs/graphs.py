@@ -106,10 +106,10 @@ class DecodeGraphs:
         self.ranks.when_broken(weakly(self.clear))
 
     def estimate(self, model: hf.PreTrainedModel) -> tuple[Cost, int]:
-        """(what forwards of the model take, the most tokens of all rows in a graph of prompts), computed once for its device and
-        dtype."""
-        key = model.device, model.dtype
-        if self.costs is None or self.costs[0] != key or not self.costs[1].weights:  # which other code may have taken away
+        """(what forwards of the model take, the most tokens of all rows in a graph of prompts), computed once for the device, the
+        dtype and the numbers in a table, which other code may take away for a time."""
+        key = model.device, model.dtype, getattr(getattr(model.get_input_embeddings(), "weight", None), "shape", None)
+        if self.costs is None or self.costs[0] != key:
             cost = Cost.of(model)
             self.costs = key, cost, policy.launch_bound(model, cost=cost)
         return self.costs[1:]
