@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
 from unittest.mock import Mock
 
 import fake_graph
@@ -22,7 +21,7 @@ from hf_fastattn.model_shapes import SHAPES
 from hf_fastattn.patches import ahead, warm
 from hf_fastattn.patches.calls import after, forwards
 from hf_fastattn.patches.fused import experts
-from hf_fastattn.patches.graphs import graphs, policy, present, verify
+from hf_fastattn.patches.graphs import graphs, policy, present, record, verify
 from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
 from hf_fastattn.patches.graphs.state import Uncapturable
 
@@ -413,18 +412,26 @@ def test_captures_without_time_are_not_tried_after_each_reply(llama, monkeypatch
 
 def test_tries_without_time_do_not_take_the_time_of_the_next_one(llama, monkeypatch):
     """Each takes more time than a call earns."""
-    own = present.Present.compare
-    slow = lambda self: (time.sleep(0.03), own(self))[1]  # noqa: E731
+    now, step, compare = [0.0], record.Recorder.step, present.Present.compare
+
+    def slow(seconds, run, *args):
+        now[0] += seconds
+        return run(*args)
+
     monkeypatch.setattr(policy, "OFTEN", 1 << 30)
+    monkeypatch.setattr(record.Recorder, "step", lambda *args: slow(0.2, step, *args))
+    monkeypatch.setattr(present.Present, "compare", lambda self: slow(0.03, compare, self))
     with hf_fastattn.patch(llama) as patch:
         first_prompt(llama)
-        held = patch._graphs
-        held.budget, held.seconds = 0.5, 0.26
-        monkeypatch.setattr(present.Present, "compare", slow)
-        for _ in range(8):
+        for module in (after, record):
+            monkeypatch.setattr(module, "time", Mock(perf_counter=lambda: now[0]))
+        held, budgets = patch._graphs, []
+        held.budget, held.seconds = 0.405, 0.2
+        while sizes(patch) == {1} and len(budgets) < 10:
+            budgets.append(held.budget)
             first_prompt(llama, share=1e-9)
             held.budget += 0.01
-        assert sizes(patch) == {1, 128}
+    assert len(budgets) == 4 and budgets[-2] < 0.43 < budgets[-1]  # the time of two steps and a comparison
 
 
 def first_prompt(model, tokens=100, share=0.0, **options):
