@@ -167,7 +167,7 @@ ASKED = {  # GPUs of the process, whether the model is patched, devices of its l
 
 @pytest.mark.parametrize("name", ASKED)
 def test_memory_is_asked_for_once_for_each_device(monkeypatch, name):
-    """The driver takes half a millisecond, before the first token."""
+    """The first token waits for the answer of the driver."""
     gpus, patched, devices, expected = ASKED[name]
     asked, reserved, model = [], [], tiny("llama", "lean")
     each = 2 * 3 * 2 * 16 * 4  # K and V, 3 rows, 2 heads

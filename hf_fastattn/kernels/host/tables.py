@@ -330,9 +330,9 @@ def most_splits(device: torch.device, config: Config, heads: int, kv_len: int) -
 def num_splits(device: torch.device, config: Config, heads: int, kv_len: int, block_dv: int, rows: int = 1) -> int:
     """Flash-Decoding's splits per KV head: enough programs for one wave, at most MAX_SPLITS.
 
-    A split has at least `split_tiles` tiles, and 16 if there are more than `short_splits`. On Hopper it may have one if there are
-    few splits, or if all of them run on half of the SMs: reading a second tile takes longer than merging another result.
-    block_dv: floats of a result. rows: packed query rows of a KV head.
+    A split has at least `split_tiles` tiles, and 16 if there are more than `short_splits`. In decode on Hopper, over more than
+    128 keys, it may have one tile if there are few splits, or if all of them run on half of the SMs: reading a second tile takes
+    longer than merging another result. block_dv: floats of a result. rows: packed query rows of a KV head.
     """
     tiles = -(-kv_len // config.BLOCK_N)
     most = -(-tiles // config.split_tiles)

@@ -82,7 +82,7 @@ def _has_room(forwards: Forwards, storage: Storage) -> bool:
 
 
 def _capture(forwards: Forwards, size: int, until: float) -> int:
-    """Capture the graph of one size. Returns 0, or how many times the step would have run if there is no time for it."""
+    """Capture the graph of one size. Returns 0, or, if there is no time, how many times the step would run."""
     graphs, storage, given = forwards.graphs, forwards.storage, forwards.prompted
     assert storage is not None  # see `_sizes`
     ids = given["input_ids"]

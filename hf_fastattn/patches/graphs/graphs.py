@@ -92,7 +92,7 @@ class DecodeGraphs:
         self.captures_at_once = True  # whether a step is captured without a rehearsal if one of its kind was rehearsed
         self.late = True  # whether graphs are captured after replies
         self.budget = policy.FIRST  # seconds for that
-        self.late_for: dict[int, tuple[int, float]] = {}  # sizes for which there was none: steps of each, seconds before them
+        self.late_for: dict[int, tuple[int, float]] = {}  # by size, if time was short: runs of its step, seconds before them
         self.everything = False  # whether graphs of all sizes are, however long that takes
         self.captures = self.replays = self.uncaptured = 0
         self.skipped = 0
@@ -106,8 +106,8 @@ class DecodeGraphs:
         self.ranks.when_broken(weakly(self.clear))
 
     def estimate(self, model: hf.PreTrainedModel) -> tuple[Cost, int]:
-        """(what forwards of the model take, the most tokens of all rows in a graph of prompts), computed once for the device, the
-        dtype and the numbers in a table, which other code may take away for a time."""
+        """(what forwards of the model take, the most tokens of all rows in a graph of prompts), computed once for each device,
+        dtype and shape of the embedding, which is empty while other code (ZeRO-3) holds the weights."""
         key = model.device, model.dtype, getattr(getattr(model.get_input_embeddings(), "weight", None), "shape", None)
         if self.costs is None or self.costs[0] != key:
             cost = Cost.of(model)
