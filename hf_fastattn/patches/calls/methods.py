@@ -166,7 +166,8 @@ class Generation:
             again = "and each step reads the whole text again"
             self.say(f'use_cache=False was requested, {again} (in TRL pass generation_kwargs={{"use_cache": True}})')
         else:
-            given = model_kwargs[hf.CACHE] = caches.pool.take(rows, max_cache_length, among)
+            room = max_cache_length + 1  # so that a step after the reply can be undone
+            given = model_kwargs[hf.CACHE] = caches.pool.take(rows, room, among)
         forward.free_for_training(model, caches.pool)
         self.ranks.wrote(model_kwargs.get(hf.CACHE))
         if caches.takes(given):

@@ -18,6 +18,7 @@ from ... import hf
 from ...caches.contract import FEW, Storage
 from ...caches.stored import StoredCache
 from ...kernels.host import gpu
+from ...kernels.host.tables import MAX_DECODE_ROWS
 from ..fused import experts
 
 SIZES = (1, 16, 64, 128, 256, 512, 1024, 2048)  # tokens of each row in a graph
@@ -32,6 +33,7 @@ LAUNCHES = 0.85e-3, 1.8e-3  # seconds of a layer's launches from Python, on host
 FLOPS = 6e14, 1.5e14  # that products reach in 16 bits: on Hopper and later, before; in 32 bits a tenth
 BYTES = 3.6e12, 1.5e12  # that a second reads: between those of an H100 and an H200, before
 OF_ATTENTION = 0.6  # of FLOPS
+OF_BYTES = 0.8  # that attention reaches with more rows of queries than kernels of decode take
 PARTS = 8  # the most graphs that read a prompt one after the other, not counting smaller ones at its end
 REPLAY, GAP = 1.3e-3, 2e-4  # seconds of the host for each of them, and of the device between two
 SLOW = 2  # how many times as long launches may take on other hosts: prompts whose kernels take longer are not read in parts
@@ -72,7 +74,8 @@ class Cost(NamedTuple):
 
     It is the same on all ranks, which must decide alike, even if their GPUs differ. weights: numbers in matrices but tables.
     read: bytes that each forward reads, besides experts; routed: those of experts. active: numbers that a token is multiplied
-    by. chosen: the part of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads).
+    by. chosen: the part of the experts that a token has. layers: (kind, bytes of K and V of a token, width of all heads, query
+    heads of a KV head). Reads of weights and products overlap in part: their time is near the root of the sum of both squares.
     attends, routes: whether attention and experts of a graph take as long for its padding as for other tokens.
     """
 
@@ -81,7 +84,7 @@ class Cost(NamedTuple):
     routed: float
     active: float
     chosen: float
-    layers: tuple[tuple[hf.Kind, float, float], ...]
+    layers: tuple[tuple[hf.Kind, float, float, int], ...]
     launches: float
     flops: float
     bytes: float
@@ -114,6 +117,7 @@ class Cost(NamedTuple):
                     kind,
                     count * shape.num_kv_heads * (shape.head_dim + shape.value_dim) * model.dtype.itemsize / ranks,
                     count * shape.num_heads * (shape.head_dim + shape.value_dim) / ranks,
+                    shape.num_heads // max(shape.num_kv_heads, 1),
                 )
                 for (kind, shape), count in layers.items()
             ),
@@ -134,10 +138,13 @@ class Cost(NamedTuple):
         every = rows * tokens
         attended, routed = (tokens if live is None or computed else live for computed in (self.attends, self.routes))
         read = self.read + self.routed * (1 - (1 - self.chosen) ** (rows * routed))
-        kv = sum(size * (kind.sees(past) + attended) for kind, size, _ in self.layers) * rows
-        pairs = sum(width * (kind.sees(past) + attended / 2) for kind, _, width in self.layers) * rows * attended
+        kv = pairs = 0.0
+        for kind, size, width, group in self.layers:
+            seen = kind.sees(past)
+            kv += size * (seen + attended) * rows / (1 if tokens * group <= MAX_DECODE_ROWS else OF_BYTES)
+            pairs += width * (seen + attended / 2) * rows * attended
         attention = max(kv / self.bytes, 2 * pairs / (OF_ATTENTION * self.flops))
-        return max(read / self.bytes, 2 * every * self.active / self.flops) + attention
+        return math.hypot(read / self.bytes, 2 * every * self.active / self.flops) + attention
 
     def python(self, rows: int, tokens: int, past: int) -> float:
         """The same from Python."""
