@@ -89,6 +89,12 @@ def results(ended) -> list:
 # ---- every family ----
 
 
+def tensors_but_weights(model) -> int:
+    """The number of tensors read that are no weights of a model: on a GPU, those on the host would be on another device."""
+    weights = {id(getattr(each, "_local_tensor", each)) for each in (*model.parameters(), *model.buffers())}
+    return len({id(tensor) for tensor in read(model).tensors} - weights)
+
+
 def decode_family(rank: int, name: str, padding: str, count: int) -> dict:
     one, inputs = of_family(name), prompts(padding, "cpu")
     model = shared(one, count)
@@ -105,6 +111,7 @@ def decode_family(rank: int, name: str, padding: str, count: int) -> dict:
         "collectives": (graph.collectives, recorder.collectives),
         "steps": (patch.captures, patch.uncaptured),
         "reasons": patch.reasons,
+        "read": tensors_but_weights(model),
         "left": sorted(set(vars(model)) & {"generate", "_hf_fastattn_patch"}),
     }
 
@@ -142,7 +149,7 @@ def test_decode_steps_are_captured_and_equal_to_eager_on_one_process(request, na
     for each in (first, second):
         assert each["tokens"]
         assert each["steps"] == (2, 0) and not each["reasons"]
-        assert each["left"] == []
+        assert (each["left"], each["read"]) == ([], 0)
         in_graph, eager = each["collectives"]
         assert in_graph == eager and in_graph
     assert first["logits"] == second["logits"]

@@ -31,6 +31,11 @@ def tensor_parallel_mesh(model: object) -> DeviceMesh | None:
     return mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else mesh
 
 
+def is_mesh(value: object) -> bool:
+    """Whether it is a DeviceMesh, which does not change. Its tensors are on the host, and no step reads them."""
+    return type(value).__module__ == "torch.distributed.device_mesh"
+
+
 def num_ranks(model: object) -> int:
     """The number of ranks that share this model by tensor parallelism; 1 if it is on one rank."""
     return getattr(model, "_tp_size", None) or 1

@@ -269,7 +269,7 @@ class Reader:
                 raise Uncapturable(f"{self.where} refers to {len(content)} bytes ({kind.__name__}), too many to compare")
             return _same(value), content
         known = kind.__module__.partition(".")[0] in sys.stdlib_module_names
-        if known and not isinstance(value, _HOLDERS):
+        if (known and not isinstance(value, _HOLDERS)) or hf.is_mesh(value):
             return _same(value)
         inside = getattr(value, "__dict__", {})
         slots = [name for base in kind.__mro__ for name in _slots_of(base)]
