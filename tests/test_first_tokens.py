@@ -375,6 +375,9 @@ def test_prompts_that_fill_their_buffers_wait_for_no_capture(llama, monkeypatch,
         for _ in range(4):
             assert torch.equal(ask(llama, tokens, max_new_tokens=1), expected)
         assert counts == [0, 0, 2, 2] and patch.captures == patch.replays == 2  # at each token
+        ids = torch.full((1, policy.NEAREST[-1] + tokens), 5)  # too long for a graph
+        held = llama.generate(ids, max_new_tokens=1, do_sample=False, return_dict_in_generate=True).past_key_values
+        assert held.storage.capacity == policy.NEAREST[-1] + STEP
 
 
 def test_a_capture_after_a_reply_needs_no_larger_buffers(monkeypatch):

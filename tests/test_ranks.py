@@ -90,7 +90,7 @@ def results(ended) -> list:
 
 
 def tensors_but_weights(model) -> int:
-    """The number of tensors read that are no weights of a model: on a GPU, those on the host would be on another device."""
+    """How many tensors the comparison of a model reads that are no weights: with weights on a GPU, they may be on the host."""
     weights = {id(getattr(each, "_local_tensor", each)) for each in (*model.parameters(), *model.buffers())}
     return len({id(tensor) for tensor in read(model).tensors} - weights)
 

@@ -21,7 +21,7 @@ import torch
 from ... import hf
 from ...caches import forward
 from ...streaming import refresh
-from ..graphs import graphs
+from ..graphs import graphs, policy
 from ..ranks import ranks as several_ranks
 from . import chunks
 from .after import capture_wanted
@@ -166,7 +166,8 @@ class Generation:
             again = "and each step reads the whole text again"
             self.say(f'use_cache=False was requested, {again} (in TRL pass generation_kwargs={{"use_cache": True}})')
         else:
-            room = max_cache_length + 1  # so that a step after the reply can be undone
+            has_graph = max_cache_length <= policy.NEAREST[-1]
+            room = max_cache_length + has_graph  # for the step of a capture after the reply, which is undone
             given = model_kwargs[hf.CACHE] = caches.pool.take(rows, room, among)
         forward.free_for_training(model, caches.pool)
         self.ranks.wrote(model_kwargs.get(hf.CACHE))
