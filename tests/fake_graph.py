@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -92,6 +93,8 @@ class _Recorder(TorchDispatchMode):
         if str(function).startswith(SYNCS):
             raise RuntimeError(f"operation not permitted when stream is capturing: {function}")
         result = function(*args, **(kwargs or {}))
+        if any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs, result))):
+            return result  # a DTensor finds the shape of a new result, which launches nothing
         args, kwargs = tree_map_only(torch.nn.Parameter, torch.Tensor.detach, (args, kwargs or {}))  # at their present addresses
         self.operations.append((function, args, kwargs, tree_leaves(result)))
         return result

@@ -382,6 +382,37 @@ def a_hook_on_one_rank(scene: Scene) -> str:
             hook.remove()
 
 
+def messages_of_other_sizes(scene: Scene, fails: bool = False) -> list:
+    """A chat: whether its tokens are those of one process, and the steps that are rehearsed and captured. fails: whether the
+    last of these captures fails on one rank."""
+    ran: list[str] = []
+
+    class Graph(fake_graph.RecordedGraph):
+        def rehearse(self, body):
+            ran.append("rehearsed")
+            return super().rehearse(body)
+
+        def capture(self, body):
+            ran.append("captured")
+            result = super().capture(body)
+            if fails and scene.rank and len(ran) == 5:
+                raise RuntimeError("no graph here")
+            return result
+
+    def talk(model, cache) -> torch.Tensor:
+        ids = scene.inputs["input_ids"][2:, 48:]
+        for tokens in (5, 60, 5, 120, 120):
+            ids = torch.cat([ids, torch.arange(tokens)[None] + 5], 1)
+            out = generate(model, {"input_ids": ids}, past_key_values=cache, return_dict_in_generate=True)
+            ids, cache = out.sequences, out.past_key_values
+        return ids
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graph, "new_graph", Graph)
+        same = torch.equal(talk(scene.model, hf_fastattn.PreallocatedCache(scene.model, 512)), talk(scene.one, None))
+    return [same, ran, scene.patch.captures]
+
+
 def a_graph_that_fails(method: str, why: str, seconds: float | None = None):
     """On one rank after the work of a method. With seconds on all ranks in place of it, and on one of them later: it compiles
     kernels, which the cache of the other host has."""
@@ -476,6 +507,8 @@ SCENES = {
     "other_modes": other_modes,
     "a_chat": a_chat,
     "a_module_that_counts": a_module_that_counts,
+    "messages_of_other_sizes": messages_of_other_sizes,
+    "a_capture_without_a_rehearsal_that_fails": lambda scene: messages_of_other_sizes(scene, fails=True),
     "fails_on_all": lambda scene: scene(stopping_criteria=[fail]),
     "a_streamer_on_one_rank": lambda scene: scene(streamer=Mock() if scene.rank else None),
     LATE: a_streamer_on_one_rank_beside_a_late_stop_check,
@@ -530,6 +563,7 @@ def played(tmp_path_factory):
     return of_family_before(tmp_path_factory, ["llama"], play)
 
 
+ONCE_EACH = ["rehearsed", "captured"] * 2
 IN_PLACE = "a step changes values that the next step reads .model.norm.mean.$"
 OF_THE_CALL = f"ValueError: .*the last call that wrote {hf.CACHE} is 'call %d.* on rank 0 and 'call %d.* on rank 1"
 OTHER_IDS = "ValueError: .*input_ids, a tensor of shape .3, %d. and int64, has other values on rank 1 than on rank 0"
@@ -565,6 +599,8 @@ ALIKE = {  # the result of a scene on every rank, and the reason why its steps r
     "another_cache_of_as_many_tokens": ([OF_THE_CALL % (1, 2), True, OF_THE_CALL % (5, 6), True],),
     "another_model_in_another_thread": ([".*Another thread runs generate.. of another model of the same ranks", "ok", True],),
     "a_module_that_counts": ([True, 0], IN_PLACE),  # a rehearsal of padded tokens is undone on all ranks
+    "messages_of_other_sizes": ([True, [*ONCE_EACH, "captured"], 3],),  # of 1, 64 and 128 tokens, the last one at once
+    "a_capture_without_a_rehearsal_that_fails": ([True, [*ONCE_EACH, "captured", "rehearsed", "captured"], 3],),
     "a_hook_on_one_rank": ("ok", "on rank 1, Linear has the forward hook"),
     "a_failed_capture": ("ok", "on rank 1, its code does something that a graph cannot.* .RuntimeError: no graph here."),
     "a_failed_rehearsal": ("ok", "on rank 1, its code reads a value on the host.*, and a graph only"),

@@ -106,8 +106,8 @@ class Recorder:
         graphs = self.graphs
         if entry.rehearsal is not None:
             return False
-        alone = not graphs.captures_at_once or graphs.ranks.several or verify.needed(self.model)
-        return alone or not graphs.knows(entry)
+        at_once = graphs.captures_at_once and not verify.needed(self.model) and graphs.knows(entry)
+        return not graphs.ranks.every("whether a step is captured without a rehearsal", at_once)
 
     def _from_python(
         self, entry: Entry, body: Callable[[], Any], storage: Storage, inputs: Inputs, counted: tuple[int, ...]
@@ -191,7 +191,7 @@ class Recorder:
         if entry.refused is not None and ranks.every("a step that is undone", may_undo):
             written.undo()  # its tokens may have been padded
             raise Uncapturable(entry.refused)
-        if new is not None and (refused := entry.refused or entry.own) is not None:  # the device has not run the step
+        if new is not None and (refused := entry.refused or ranks.refusal(entry.own)) is not None:  # the device has not run it
             raise Uncapturable(refused)
         self.graphs.note(entry)
         return outputs
