@@ -208,6 +208,36 @@ def forward(self, q, position_ids):
         assert max(sizes(patch)) == 64 and not patch.uncaptured
 
 
+def test_random_numbers_that_only_a_replay_draws_are_noticed_over_each_cache(llama, monkeypatch):
+    """As in CUDA graphs, whose captures draw none."""
+    own = fake_graph.RecordedGraph.capture, fake_graph.RecordedGraph.replay
+
+    def capture(graph, body):
+        before = torch.get_rng_state()
+        result = own[0](graph, body)
+        graph.drawn = torch.get_rng_state()
+        torch.set_rng_state(before)
+        return result
+
+    def replay(graph):
+        if graph.recorded_just_now:
+            torch.set_rng_state(graph.drawn)
+        own[1](graph)
+
+    monkeypatch.setattr(fake_graph.RecordedGraph, "capture", capture)
+    monkeypatch.setattr(fake_graph.RecordedGraph, "replay", replay)
+    draws = "x + 0 * torch.rand(1) if q.shape[1] > 64 else x"
+    rotate_by(monkeypatch, f"def forward(self, q, position_ids): return tuple({draws} for x in rotated(self, q, position_ids))")
+    kept = []
+    with hf_fastattn.patch(llama) as patch:
+        for lengths in ((30, 12, 40, 200), (12, 200, 200, 200)):
+            kept.append(PreallocatedCache(llama, 512))
+            for tokens in lengths:
+                kept[-1].reset()
+                ask(llama, tokens, past_key_values=kept[-1])
+        assert max(sizes(patch)) == 64
+
+
 def test_what_runs_in_another_size_alone_is_compared(llama, monkeypatch):
     lines = """
 def factor(): return 1

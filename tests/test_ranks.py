@@ -382,9 +382,9 @@ def a_hook_on_one_rank(scene: Scene) -> str:
             hook.remove()
 
 
-def messages_of_other_sizes(scene: Scene, fails: bool = False) -> list:
+def messages_of_other_sizes(scene: Scene, fails: str = "") -> list:
     """A chat: whether its tokens are those of one process, and the steps that are rehearsed and captured. fails: whether the
-    last of these captures fails on one rank."""
+    first capture of the third size does, "on one rank" after its launches, or "late", before them and on one rank later."""
     ran: list[str] = []
 
     class Graph(fake_graph.RecordedGraph):
@@ -394,6 +394,9 @@ def messages_of_other_sizes(scene: Scene, fails: bool = False) -> list:
 
         def capture(self, body):
             ran.append("captured")
+            if fails == "late" and len(ran) == 5:  # one rank still compiles kernels
+                time.sleep(2.0 * scene.rank)
+                raise RuntimeError("no graph here")
             result = super().capture(body)
             if fails and scene.rank and len(ran) == 5:
                 raise RuntimeError("no graph here")
@@ -409,8 +412,21 @@ def messages_of_other_sizes(scene: Scene, fails: bool = False) -> list:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "new_graph", Graph)
+        patch.setattr(ranks, "STOPPED", 0.5)
         same = torch.equal(talk(scene.model, hf_fastattn.PreallocatedCache(scene.model, 512)), talk(scene.one, None))
     return [same, ran, scene.patch.captures]
+
+
+def code_of_the_user_on_one_rank(scene: Scene) -> list:
+    """Calls of a few tokens, which do not repay a capture, and of more, whose captures are verified."""
+    space = {"__name__": "of_the_user", "norm": (norm := scene.model.model.norm).forward}
+    exec("def logged(x):\n    return norm(x)\n", space)
+    if scene.rank:
+        norm.forward = space["logged"]
+    try:
+        return [scene.same(max_new_tokens=tokens) for tokens in (5, 5, NEW, NEW)]
+    finally:
+        norm.forward = space["norm"]
 
 
 def a_graph_that_fails(method: str, why: str, seconds: float | None = None):
@@ -508,7 +524,9 @@ SCENES = {
     "a_chat": a_chat,
     "a_module_that_counts": a_module_that_counts,
     "messages_of_other_sizes": messages_of_other_sizes,
-    "a_capture_without_a_rehearsal_that_fails": lambda scene: messages_of_other_sizes(scene, fails=True),
+    "a_capture_without_a_rehearsal_that_fails": lambda scene: messages_of_other_sizes(scene, "on one rank"),
+    "a_capture_without_a_rehearsal_that_fails_late": lambda scene: messages_of_other_sizes(scene, "late"),
+    "code_of_the_user_on_one_rank": code_of_the_user_on_one_rank,
     "fails_on_all": lambda scene: scene(stopping_criteria=[fail]),
     "a_streamer_on_one_rank": lambda scene: scene(streamer=Mock() if scene.rank else None),
     LATE: a_streamer_on_one_rank_beside_a_late_stop_check,
@@ -564,6 +582,7 @@ def played(tmp_path_factory):
 
 
 ONCE_EACH = ["rehearsed", "captured"] * 2
+AGAIN = ([True, [*ONCE_EACH, "captured", "rehearsed", "captured"], 3],)
 IN_PLACE = "a step changes values that the next step reads .model.norm.mean.$"
 OF_THE_CALL = f"ValueError: .*the last call that wrote {hf.CACHE} is 'call %d.* on rank 0 and 'call %d.* on rank 1"
 OTHER_IDS = "ValueError: .*input_ids, a tensor of shape .3, %d. and int64, has other values on rank 1 than on rank 0"
@@ -600,7 +619,9 @@ ALIKE = {  # the result of a scene on every rank, and the reason why its steps r
     "another_model_in_another_thread": ([".*Another thread runs generate.. of another model of the same ranks", "ok", True],),
     "a_module_that_counts": ([True, 0], IN_PLACE),  # a rehearsal of padded tokens is undone on all ranks
     "messages_of_other_sizes": ([True, [*ONCE_EACH, "captured"], 3],),  # of 1, 64 and 128 tokens, the last one at once
-    "a_capture_without_a_rehearsal_that_fails": ([True, [*ONCE_EACH, "captured", "rehearsed", "captured"], 3],),
+    "a_capture_without_a_rehearsal_that_fails": AGAIN,
+    "a_capture_without_a_rehearsal_that_fails_late": AGAIN,
+    "code_of_the_user_on_one_rank": ([True] * 4, "on rank 1, a step runs logged.. of of_the_user"),
     "a_hook_on_one_rank": ("ok", "on rank 1, Linear has the forward hook"),
     "a_failed_capture": ("ok", "on rank 1, its code does something that a graph cannot.* .RuntimeError: no graph here."),
     "a_failed_rehearsal": ("ok", "on rank 1, its code reads a value on the host.*, and a graph only"),

@@ -164,7 +164,7 @@ class DecodeGraphs:
         """Whether a step of the kind of this one has been rehearsed, on the model as it is."""
         return any(
             known.kind == entry.kind and known.code == self.path.version and known.state.differs(entry.state) is None
-            for known in self.rehearsed.values()
+            for known in [*self.rehearsed.values()]  # a thread clears it at the end of a process group
         )
 
     def sizes(self, storage: Storage, rows: int, last: bool, masked: bool) -> set[int]:

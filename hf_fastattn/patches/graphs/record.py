@@ -62,7 +62,7 @@ class Recorder:
             self._check_positions(entry, storage)
             if self.must_rehearse(entry):
                 return entry.kept(self._examined(entry, body).logits, inputs)
-        elif verify.needed(self.model):
+        elif not graphs.ranks.every("whether a capture is verified", not verify.needed(self.model)):
             expected = self._from_python(entry, body, storage, inputs, counted)
         new, held, mark = graph.new_graph(entry.device, graphs.shared), references(storage), Mark(storage, entry.device)
         if at_once:
@@ -81,10 +81,13 @@ class Recorder:
         logits = _replay(entry, new, inputs)
         if expected is not None:
             wrong = _DIFFERS if verify.differs(logits, expected) else None
-            if (reason := graphs.ranks.refusal(wrong)) is not None:
+            if (reason := graphs.ranks.refusal(wrong, "the first replay of a graph")) is not None:
                 raise Uncapturable(reason)
-        if at_once and entry.tokens > 1 and not torch.equal(mark.generator.get_state(), mark.random):
-            raise Uncapturable(_DRAWS)
+        if at_once:
+            draws = entry.tokens > 1 and not torch.equal(mark.generator.get_state(), mark.random)
+            if (reason := graphs.ranks.refusal(_DRAWS if draws else None, "the first replay of a graph")) is not None:
+                raise Uncapturable(reason)
+            graphs.note(entry)  # not before: a later capture of its shape would not look for what only a replay shows
         entry.graph = new
         graphs.captures += 1
         graphs.replays += 1
@@ -191,9 +194,10 @@ class Recorder:
         if entry.refused is not None and ranks.every("a step that is undone", may_undo):
             written.undo()  # its tokens may have been padded
             raise Uncapturable(entry.refused)
-        if new is not None and (refused := entry.refused or ranks.refusal(entry.own)) is not None:  # the device has not run it
-            raise Uncapturable(refused)
-        self.graphs.note(entry)
+        if new is not None and (refused := entry.refused or ranks.refusal(entry.own, "its code")) is not None:
+            raise Uncapturable(refused)  # the device has not run the step
+        if new is None:
+            self.graphs.note(entry)
         return outputs
 
 

@@ -238,7 +238,7 @@ class Ranks(OneRank):
         stopped = communicates and not whole
         what = "the rehearsal of a step" if communicates else "the capture of a step"
         try:
-            found = self.exchange.gather(what, (reason, stopped), None if whole else STOPPED)
+            found = self.exchange.gather(what, (reason, stopped), STOPPED if stopped else None)
         except RuntimeError as error:
             raise error if reason is None else RuntimeError(f"A step stopped: {reason}.") from error
         reasons = [each[0] for each in found]
