@@ -3,6 +3,7 @@
 Importing this package adds names to Transformers and changes nothing else.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.3.0"
@@ -42,18 +43,11 @@ __all__ = [
 ]
 
 
+_LATER = {"distill": "distillation", "load_distilled": "distillation", "evaluate": "evaluation", "explain": "explanation"}
+
+
 def __getattr__(name: str) -> Any:
     """Functions whose files are imported when they are asked for."""
-    if name in ("distill", "load_distilled"):
-        from . import distillation
-
-        return getattr(distillation, name)
-    if name == "evaluate":
-        from .evaluation import evaluate
-
-        return evaluate
-    if name == "explain":
-        from .explanation import explain
-
-        return explain
+    if name in _LATER:
+        return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

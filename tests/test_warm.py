@@ -185,7 +185,7 @@ def norm(size: int = 256) -> describe.Kernel:
 
 def test_a_description_survives_json_and_nothing_runs_in_its_context():
     kernels = warm.listed(small_recipe(), (1,), 300)
-    copies = [describe.of_json(json.loads(json.dumps(kernel.as_json()))) for kernel in kernels]
+    copies = [describe.Kernel(*json.loads(json.dumps(kernel.as_json()))) for kernel in kernels]
     assert copies == kernels and [copy.key for copy in copies] == [kernel.key for kernel in kernels]
     assert gpu.thread.target is None and launch.thread.describe is None and gpu.thread.calls is None
 
@@ -458,7 +458,7 @@ sys.path.insert(0, sys.argv[1])
 import child
 child.leave_out()
 from hf_fastattn.kernels.ahead import describe
-print(json.dumps([describe.of_json(each).key for each in json.load(sys.stdin)]))
+print(json.dumps([describe.Kernel(*each).key for each in json.load(sys.stdin)]))
 assert not hasattr(sys.modules["torch"], "__file__")
 """
     command = [sys.executable, "-c", code, str(CHILD.parent)]
@@ -609,7 +609,7 @@ import sys, time
 sys.path.insert(0, {root!r})
 from hf_fastattn.kernels.ahead import describe, server
 import json
-kernels = [describe.of_json(each) for each in json.loads({kernels!r})]
+kernels = [describe.Kernel(*each) for each in json.loads({kernels!r})]
 served = server.Server()
 print(served.process.pid, flush=True)
 {then}

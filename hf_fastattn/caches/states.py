@@ -180,9 +180,6 @@ class BothLayer(States, Layer):  # type: ignore[misc]  # dtype is also None befo
         States.reset(self)
         Layer.reset(self)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        States.crop(self, tokens_to_remove)
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         Layer.select(self, beam_idx)
         self.select_states(beam_idx)

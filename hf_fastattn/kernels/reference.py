@@ -18,6 +18,7 @@ import torch
 from . import checks, dropout
 from .spans import CAUSAL, DROPPED, HOLES, KV_START, Q_START, WORDS, has_rows, width_of
 from .spec import KV, Gradients, Spec
+from .states import wide
 
 __all__ = ["attention", "backward"]
 
@@ -100,14 +101,14 @@ def attention(
     """
     scale = checks.check(q, kv, spec, spans, sink_logits, inv_freq, seed, rows=True, dropout=True)
     bias = None if kv.form.bias is None else kv.form.bias(kv)
-    k, v = (_wide(x) for x in (kv.plain() if bias is None else (kv.k, kv.v)))
+    k, v = (wide(x) for x in (kv.plain() if bias is None else (kv.k, kv.v)))
     batch, num_heads, q_len, head_dim = q.shape
     kv_heads, kv_len, value_dim = k.shape[1], k.shape[2], v.shape[3]
     out, lse = checks.empty_outputs(q, value_dim, return_lse)
     # The query heads of a KV head are adjacent, so K and V need no expansion.
     grouped = (batch, kv_heads, num_heads // kv_heads, q_len)
     into = out.view(*grouped, value_dim), lse.view(grouped) if return_lse else None
-    logits = None if sink_logits is None else _wide(sink_logits).view(kv_heads, -1, 1, 1)
+    logits = None if sink_logits is None else wide(sink_logits).view(kv_heads, -1, 1, 1)
     q_sinks = is_sink = None
     if inv_freq is not None:
         q_rerotated = rerotated(
@@ -158,10 +159,10 @@ def backward(
     The query heads of a KV head are summed in dK and dV. Source: Dao, "FlashAttention-2" (2023), algorithm 2.
     """
     scale = checks.check_backward(q, kv, spec, spans, out, lse, dout, dlse, sink_logits, seed)
-    k, v, bias = _wide(kv.k), _wide(kv.v), None if kv.form.bias is None else kv.form.bias(kv)
+    k, v, bias = wide(kv.k), wide(kv.v), None if kv.form.bias is None else kv.form.bias(kv)
     batch, num_heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1:3]
-    delta = (_wide(dout) * out).sum(-1)
+    delta = (wide(dout) * out).sum(-1)
     if dlse is not None:
         delta -= dlse
     grouped = (batch, kv_heads, num_heads // kv_heads, q_len)
@@ -176,11 +177,6 @@ def backward(
     dsink = None if sink_logits is None else checks.sink_gradient(sink_logits, lse, delta)
     token_major = [checks.token_major(x).to(q.dtype) for x in (dq, dk, dv)]
     return token_major[0] if needs[0] else None, *(token_major[1:] if needs[1] else (None, None)), dsink
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In the dtype of all sums: fp32, or fp64 in tests."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _pieces(
@@ -228,7 +224,7 @@ def _add_gradients(dk, dv, k, v, dq, q, dout, lse, delta, *, seen, kept, bias, s
     # A slot that no query sees may contain NaN.
     unseen = ~seen.any(1)[:, None, :, None]
     k, v = k.masked_fill(unseen, 0.0), v.masked_fill(unseen, 0.0)
-    q, dout = (_wide(x).reshape(batch, kv_heads, group * q_len, -1) for x in (q, dout))
+    q, dout = (wide(x).reshape(batch, kv_heads, group * q_len, -1) for x in (q, dout))
     scores = (q @ k.transpose(2, 3)).view(batch, kv_heads, group, q_len, -1).mul_(scale)
     slope: float | torch.Tensor = scale
     if softcap is not None:
@@ -259,7 +255,7 @@ def _attend(out, lse, q, k, v, seen, logits, q_sinks, is_sink, kept, bias, *, sc
     batch, kv_heads, group, q_len, head_dim = q.shape
 
     def score(queries):
-        rows = _wide(queries).reshape(batch, kv_heads, group * q_len, head_dim)
+        rows = wide(queries).reshape(batch, kv_heads, group * q_len, head_dim)
         return (rows @ k.transpose(2, 3)).view(batch, kv_heads, group, q_len, -1).mul_(scale)
 
     scores = score(q)

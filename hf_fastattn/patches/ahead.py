@@ -51,7 +51,7 @@ class Ahead:
             if self.server.failed and not self.closed:
                 self.reason = f"{len(self.server.failed)} did not compile ahead: {next(iter(self.server.failed.values()))}"
             elif self.server.done == len(kernels):
-                known.note(kernels)
+                archive.note(known.name, kernels)
             elif not self.closed:
                 self.reason = "the process that compiled them has ended"
         except Exception as error:  # a model of which no small copy can be made; a full disk
@@ -136,9 +136,6 @@ class Known:
             return all(map(locks.is_there, held["keys"]))
         return False
 
-    def note(self, kernels: Sequence[Kernel]) -> None:
-        archive.note(self.name, kernels)
-
 
 def compile_all(kernels: Sequence[Kernel]) -> str:
     """Compile kernels into Triton's cache, in other processes. Returns a sentence with their number and the time. Raises
@@ -179,7 +176,7 @@ def warm_up(recipe: warm.Recipe, rows: Iterable[int] | None, tokens: int) -> str
     kernels = warm.listed(recipe, rows, tokens)
     said = compile_all(kernels)
     if is_whole(rows, tokens):
-        Known(recipe).note(kernels)
+        archive.note(Known(recipe).name, kernels)
     return said
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from . import locks
-from .describe import Kernel, of_json
+from .describe import Kernel
 
 VARIABLE = "HF_FASTATTN_KERNELS"
 MANIFEST, SUFFIXES, LIMIT, MOST = "manifest.json", ("cubin", "json"), 64 << 20, 1 << 30  # bytes of a member, of all
@@ -137,7 +137,7 @@ def _read(file: str | os.PathLike[str]) -> tuple[list[Kernel], dict[str, bytes],
         if hashlib.sha256(content).hexdigest() != sums[name]:
             raise ValueError(f"{file} is damaged: {name} is not what was exported. Copy or export it again.")
     try:
-        kernels = [of_json(each) for each in described]
+        kernels = [Kernel(*each) for each in described]
         names = {f"{kernel.key}/{kernel.name}.{suffix}" for kernel in kernels for suffix in SUFFIXES}
         hashes = {locks.key_of(json.loads(data[f"{kernel.key}/{kernel.name}.json"])["hash"]) for kernel in kernels}
         whole = names == data.keys() and hashes == {kernel.key for kernel in kernels}

@@ -48,7 +48,7 @@ def main(workers: int) -> None:
     from hf_fastattn.kernels.ahead import describe
 
     describe.prepare()
-    kernels.extend(describe.of_json(fields) for fields in json.loads(sys.stdin.readline() or "[]"))
+    kernels.extend(describe.Kernel(*fields) for fields in json.loads(sys.stdin.readline() or "[]"))
     for name in {kernel.module for kernel in kernels}:
         importlib.import_module(name)
     fork = multiprocessing.get_context("fork")

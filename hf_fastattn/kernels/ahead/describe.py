@@ -282,7 +282,3 @@ def _named(module: str, name: str) -> Any:
     if not isinstance(module, str) or not re.fullmatch(r"(hf_fastattn\.kernels|triton)(\.\w+)*", module):
         raise ValueError(f"A description names {module}.{name}, which is neither of hf_fastattn.kernels nor of triton.")
     return getattr(importlib.import_module(module), name)
-
-
-def of_json(fields: list[Any]) -> Kernel:
-    return Kernel(*fields)
