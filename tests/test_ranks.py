@@ -412,7 +412,6 @@ def messages_of_other_sizes(scene: Scene, fails: str = "") -> list:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "new_graph", Graph)
-        patch.setattr(ranks, "STOPPED", 0.5)
         same = torch.equal(talk(scene.model, hf_fastattn.PreallocatedCache(scene.model, 512)), talk(scene.one, None))
     return [same, ran, scene.patch.captures]
 

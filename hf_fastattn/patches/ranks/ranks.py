@@ -26,7 +26,7 @@ from .exchange import Exchange, nothing
 from .facts import Fact, difference, facts
 from .processes import Process, Processes, this_process
 
-STOPPED = 30.0  # seconds that a rank whose step stopped waits for the others, which may compile kernels before they stop, too
+STOPPED = 60.0  # seconds that a rank whose step stopped waits for the others, which may compile the kernels of its size first
 RETURN = 2.0  # seconds that a call of another model may take to return: its streamer ends before it
 _WRITER = "_hf_fastattn_writer"  # an attribute of a cache; its copies have it too
 _made: dict[tuple[int, ...], int] = {}  # how many Exchanges this process has created for these ranks
@@ -238,7 +238,7 @@ class Ranks(OneRank):
         stopped = communicates and not whole
         what = "the rehearsal of a step" if communicates else "the capture of a step"
         try:
-            found = self.exchange.gather(what, (reason, stopped), STOPPED if stopped else None)
+            found = self.exchange.gather(what, (reason, stopped), None if whole else STOPPED)
         except RuntimeError as error:
             raise error if reason is None else RuntimeError(f"A step stopped: {reason}.") from error
         reasons = [each[0] for each in found]
