@@ -195,6 +195,16 @@ class Scene:
         want = generate(self.one, inputs, **{**options, "prefill_chunk_size": None})
         return torch.equal(generate(self.model, inputs, **options), want)
 
+    def talk(self, model, messages, cache=None, then=lambda: None) -> torch.Tensor:
+        """The ids of a chat. then: called after each reply."""
+        ids = self.inputs["input_ids"][2:, 48:]
+        for message in messages:
+            inputs = {"input_ids": torch.cat([ids, message], 1)}
+            out = generate(model, inputs, past_key_values=cache, return_dict_in_generate=True)
+            ids, cache = out.sequences, out.past_key_values
+            then()
+        return ids
+
     def cache(self):
         return generate(self.model, self.inputs, return_dict_in_generate=True).past_key_values
 
@@ -332,18 +342,9 @@ def a_module_that_counts(scene: Scene) -> list:
 
 def a_chat(scene: Scene) -> bool:
     """Short messages after a cached text, of which one rank has forgotten the size."""
-
-    def talk(model) -> torch.Tensor:
-        ids, cache = scene.inputs["input_ids"][2:, 48:], None
-        for _ in range(4):
-            ids = torch.cat([ids, torch.full((1, 3), 7)], 1)
-            out = generate(model, {"input_ids": ids}, past_key_values=cache, return_dict_in_generate=True)
-            ids, cache = out.sequences, out.past_key_values
-            if scene.rank:
-                scene.patch._graphs.entries.clear()
-        return ids
-
-    return torch.equal(talk(scene.model), talk(scene.one))
+    forget = scene.patch._graphs.entries.clear if scene.rank else lambda: None
+    messages = [torch.full((1, 3), 7)] * 4
+    return torch.equal(scene.talk(scene.model, messages, then=forget), scene.talk(scene.one, messages))
 
 
 def a_streamer_on_one_rank_beside_a_late_stop_check(scene: Scene) -> list:
@@ -385,6 +386,7 @@ def a_hook_on_one_rank(scene: Scene) -> str:
 def messages_of_other_sizes(scene: Scene, fails: str = "") -> list:
     """A chat: whether its tokens are those of one process, and the steps that are rehearsed and captured. fails: whether the
     first capture of the third size does, "on one rank" after its launches, or "late", before them and on one rank later."""
+    messages = [torch.arange(tokens)[None] + 5 for tokens in (5, 60, 5, 120, 120)]
     ran: list[str] = []
 
     class Graph(fake_graph.RecordedGraph):
@@ -402,18 +404,10 @@ def messages_of_other_sizes(scene: Scene, fails: str = "") -> list:
                 raise RuntimeError("no graph here")
             return result
 
-    def talk(model, cache) -> torch.Tensor:
-        ids = scene.inputs["input_ids"][2:, 48:]
-        for tokens in (5, 60, 5, 120, 120):
-            ids = torch.cat([ids, torch.arange(tokens)[None] + 5], 1)
-            out = generate(model, {"input_ids": ids}, past_key_values=cache, return_dict_in_generate=True)
-            ids, cache = out.sequences, out.past_key_values
-        return ids
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "new_graph", Graph)
-        same = torch.equal(talk(scene.model, hf_fastattn.PreallocatedCache(scene.model, 512)), talk(scene.one, None))
-    return [same, ran, scene.patch.captures]
+        found = scene.talk(scene.model, messages, hf_fastattn.PreallocatedCache(scene.model, 512))
+    return [torch.equal(found, scene.talk(scene.one, messages)), ran, scene.patch.captures]
 
 
 def code_of_the_user_on_one_rank(scene: Scene) -> list:
@@ -423,7 +417,7 @@ def code_of_the_user_on_one_rank(scene: Scene) -> list:
     if scene.rank:
         norm.forward = space["logged"]
     try:
-        return [scene.same(max_new_tokens=tokens) for tokens in (5, 5, NEW, NEW)]
+        return [*(scene.same(max_new_tokens=tokens) for tokens in (5, 5, NEW, NEW)), scene.patch.captures > 0]
     finally:
         norm.forward = space["norm"]
 
@@ -620,7 +614,7 @@ ALIKE = {  # the result of a scene on every rank, and the reason why its steps r
     "messages_of_other_sizes": ([True, [*ONCE_EACH, "captured"], 3],),  # of 1, 64 and 128 tokens, the last one at once
     "a_capture_without_a_rehearsal_that_fails": AGAIN,
     "a_capture_without_a_rehearsal_that_fails_late": AGAIN,
-    "code_of_the_user_on_one_rank": ([True] * 4, "on rank 1, a step runs logged.. of of_the_user"),
+    "code_of_the_user_on_one_rank": ([True] * 5, "a step runs logged.. of of_the_user on rank 1, which may read"),
     "a_hook_on_one_rank": ("ok", "on rank 1, Linear has the forward hook"),
     "a_failed_capture": ("ok", "on rank 1, its code does something that a graph cannot.* .RuntimeError: no graph here."),
     "a_failed_rehearsal": ("ok", "on rank 1, its code reads a value on the host.*, and a graph only"),

@@ -253,7 +253,7 @@ class Forwards:
             self.present.compare()
         entry, inputs = self._prepared(cache, ids, given, size)
         if entry.warm and entry.graph is None:
-            entry.refused = entry.refused or self.graphs.ranks.refusal(self._why_own(entry, cache), "the code of a step")
+            entry.refused = entry.refused or self._why_own(entry, cache)
         self._write(entry, inputs)
         mark = None
         if entry.graph is None:

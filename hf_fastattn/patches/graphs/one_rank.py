@@ -77,6 +77,10 @@ class OneRank:
         """The reason why no step of a call can be captured, on this rank or on another. what: see `every`."""
         return reason
 
+    def own(self, code: str | None) -> str | None:
+        """The function of the user that a step ran, on this rank or on another; None if it ran none."""
+        return code
+
     def settle(self, entry: Entry) -> None:
         """Bring the graph of a step into the same state on all ranks, before the step runs."""
 

@@ -79,15 +79,13 @@ class Recorder:
         holds = references(storage) - held  # a CUDA graph only has addresses; other graphs may hold tensors
         storage.recorded += holds  # in a line of its own, which would be a reference
         logits = _replay(entry, new, inputs)
-        if expected is not None:
-            wrong = _DIFFERS if verify.differs(logits, expected) else None
-            if (reason := graphs.ranks.refusal(wrong, "the first replay of a graph")) is not None:
-                raise Uncapturable(reason)
-        if at_once:
-            draws = entry.tokens > 1 and not torch.equal(mark.generator.get_state(), mark.random)
-            if (reason := graphs.ranks.refusal(_DRAWS if draws else None, "the first replay of a graph")) is not None:
-                raise Uncapturable(reason)
-            graphs.note(entry)  # not before: a later capture of its shape would not look for what only a replay shows
+        wrong = None
+        if expected is not None and verify.differs(logits, expected):
+            wrong = _DIFFERS
+        elif entry.tokens > 1 and not torch.equal(mark.generator.get_state(), mark.random):
+            wrong = _DRAWS  # which the capture has not done
+        if (reason := graphs.ranks.refusal(wrong, "the first replay of a graph")) is not None:
+            raise Uncapturable(reason)
         entry.graph = new
         graphs.captures += 1
         graphs.replays += 1
@@ -163,6 +161,8 @@ class Recorder:
         drawn = generator.get_state()
         run = graph.new_graph(entry.device, self.graphs.shared).rehearse if new is None else new.capture
         outputs = ranks.attempt(partial(_on_device, run, entry.device), traced, communicates=new is None)
+        entry.own = ranks.own(entry.own)
+        self.graphs.runs_own |= entry.own is not None
         if not isinstance(outputs, Mapping):
             raise Uncapturable(f"its output is a {type(outputs).__name__}, and a graph returns one with names")
         logits: torch.Tensor | None = outputs.get("logits")
@@ -194,10 +194,9 @@ class Recorder:
         if entry.refused is not None and ranks.every("a step that is undone", may_undo):
             written.undo()  # its tokens may have been padded
             raise Uncapturable(entry.refused)
-        if new is not None and (refused := entry.refused or ranks.refusal(entry.own, "its code")) is not None:
-            raise Uncapturable(refused)  # the device has not run the step
-        if new is None:
-            self.graphs.note(entry)
+        if new is not None and (refused := entry.refused or entry.own) is not None:  # the device has not run the step
+            raise Uncapturable(refused)
+        self.graphs.note(entry)
         return outputs
 
 

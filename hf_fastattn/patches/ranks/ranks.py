@@ -212,6 +212,11 @@ class Ranks(OneRank):
     def refusal(self, reason: str | None, what: str = "the first step of a decode graph") -> str | None:
         return self._first(self.exchange.gather(what, reason))
 
+    def own(self, code: str | None) -> str | None:
+        found = self.exchange.gather("the code of a step", code)
+        code, rank = next(((each, rank) for each, rank in zip(found, self.exchange.ranks, strict=True) if each), (None, 0))
+        return code if len(set(found)) == 1 else f"{code} on rank {rank}"
+
     def settle(self, entry: Entry) -> None:
         state = "captured" if entry.graph is not None else "warm" if entry.warm else "new"
         found = self.exchange.gather("a step of a decode graph", (entry.refused, state))
