@@ -287,7 +287,7 @@ def test_captured_logits_are_the_uncaptured_ones(scheme, rows):
         warnings.simplefilter("error")
         for _ in range(2):
             found = steps(model, inputs)
-        assert patch.captures == 1 and not patch.uncaptured
+        assert patch.captures and not patch.uncaptured and patch.replays >= 9  # of 10 steps; prompts may be captured too
     assert (found[:3] - expected[:3]).norm() < 0.05 * expected[:3].norm()  # later tokens may differ
 
 

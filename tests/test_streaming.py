@@ -563,7 +563,7 @@ def test_decode_step_compiles_with_fullgraph(llama, device):
         step = torch.compile(llama, backend="aot_eager", fullgraph=True)
         for i in range(20, 26):
             with cache.on_device():
-                logits = step(ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]], device=device)).logits
+                logits = step(ids[:, i : i + 1], **{hf.CACHE: cache}, position_ids=torch.tensor([[i]], device=device)).logits
             cache.storage.advance()
             assert torch.allclose(logits[0, -1], expected[0, i], atol=1e-4)
 

@@ -101,7 +101,7 @@ def refresh(model: hf.PreTrainedModel) -> None:
 
 def has_frequencies(model: torch.nn.Module) -> bool:
     """Whether examine() has found buffers of frequencies, from which a rotation of any position is computed."""
-    return bool(vars(model).get(_WATCHED))
+    return len(vars(model).get(_WATCHED, ())) > 0  # torch.compile of 2.11 knows no bool() of a list
 
 
 def forget(model: torch.nn.Module) -> None:
