@@ -247,7 +247,7 @@ def test_an_mlp_with_another_activation_is_not_fused(mlp, act):
 
 def test_wrapped_code_of_llama_is_not_taken_for_llamas(monkeypatch):
     """A class whose forward() somebody has wrapped: the wrapper is its own, whatever functools.wraps() copies."""
-    for cls, known in ((LlamaMLP, hf.is_llamas_mlp), (LlamaDecoderLayer, hf.is_llamas_layer)):
+    for cls, known in ((LlamaMLP, hf.mlp_of), (LlamaDecoderLayer, hf.is_llamas_layer)):
         own = cls.forward
         assert known(own)
         monkeypatch.setattr(cls, "forward", functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs)))
@@ -419,8 +419,8 @@ def test_other_models_are_not_imported_to_compare_with_their_code(monkeypatch):
         monkeypatch.setitem(sys.modules, f"transformers.models.{name}.modeling_{name}", None)
     experts._routing.cache_clear()
     model = tiny("llama")
-    kinds = (hf.is_phi3s_mlp, hf.mixer_of, functools.partial(hf.routing, module=model))
-    assert not any(kind(type(module).forward) for module in model.modules() for kind in kinds)
+    kinds = (hf.mlp_of, hf.mixer_of, functools.partial(hf.routing, module=model))
+    assert {kind(type(module).forward) for module in model.modules() for kind in kinds} == {None, "llama"}
 
 
 @runs_kernels
@@ -431,7 +431,7 @@ def test_a_gelu_in_parts_is_one_operation_but_for_gradients_and_replaced_functio
     model = torch.nn.Sequential(
         torch.nn.Linear(1, 1), NewGELUActivation(), FastGELUActivation(), modeling_bloom.BloomGelu(), GELUTanh()
     ).to(DEVICE)
-    fused = activations.fuse(model)
+    fused, _ = activations.fuse(model)
     assert fused == [*model[1:4]]
     x = torch.linspace(-6, 6, 300, device=DEVICE)
     for act in fused:
@@ -459,4 +459,29 @@ def test_a_gelu_that_someone_has_replaced_is_not_fused(monkeypatch):
     monkeypatch.setattr(modeling_bloom, "bloom_gelu_forward", lambda x: x)
     own = type("NewGELUActivation", (NewGELUActivation,), {})
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), NewGELUActivation(), modeling_bloom.BloomGelu(), own())
-    assert activations.fuse(model, lambda device: True) == []
+    assert activations.fuse(model, lambda device: True) == ([], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sparse_gates_read_nothing_on_the_host_unless_their_code_is_another(dtype, monkeypatch):
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
+
+    config = SimpleNamespace(hidden_size=64, intermediate_size=[96] * 3, hidden_activation="gelu_pytorch_tanh")
+    config.activation_sparsity_pattern = [0.95, 0.0, 0.5]
+    model = torch.nn.Sequential(*(Gemma3nTextMLP(config, layer) for layer in range(3))).to(DEVICE, dtype)
+    x, own = torch.randn(2, 5, 64, device=DEVICE, dtype=dtype), Gemma3nTextMLP._gaussian_topk
+    expected = [mlp(x) for mlp in model]
+    assert activations.fuse(model, lambda device: True) == ([], [model[0], model[2]])
+    assert all(torch.equal(mlp(x), out) for mlp, out in zip(model, expected, strict=True))
+    with monkeypatch.context() as m:  # it checks its argument on the host
+        m.setattr(torch.distributions, "Normal", None)
+        m.setattr(torch.distributions.normal, "Normal", None)
+        assert all(torch.equal(mlp(x), out) for mlp, out in zip(model, expected, strict=True))
+    model[0].activation_sparsity = 0.5
+    assert not torch.equal(model[0](x), expected[0])
+    assert torch.equal(pickle.loads(pickle.dumps(model[2]))(x), expected[2])
+    model[0]._gaussian_topk = torch.zeros_like
+    monkeypatch.setattr(Gemma3nTextMLP, "_gaussian_topk", lambda self, gates: own(self, gates) * 0)
+    assert not model[0](x).any() and not model[2](x).any()
+    subclass.restore([*model])
+    assert {type(mlp) for mlp in model} == {Gemma3nTextMLP} and activations.fuse(model, lambda device: True) == ([], [])

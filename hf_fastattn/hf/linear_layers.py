@@ -7,6 +7,7 @@ it in other model files are recognised too: Qwen3.5's in its MoE, Bamba's in Gra
 from __future__ import annotations
 
 import importlib
+import inspect
 import types
 from functools import cache
 from typing import Any, Literal
@@ -31,9 +32,9 @@ _CACHES = (*CACHES, "cache_params")
 _PACKED = ("cu_seq_lens_q", "seq_idx")  # arguments for packed sequences, which one token cannot be
 
 
-def mixer_of(forward: object) -> Mixer | None:
+def mixer_of(forward: Any) -> Mixer | None:
     """Which known code the forward() of a class has: of a layer that steps one token from its states, or None."""
-    inner = _innermost(forward)
+    inner = inspect.unwrap(forward)
     found = next((item for item in _KNOWN.items() if reads(inner, item[1][0])), None)
     if found is None or not reads(inner, "causal_conv1d_update"):
         return None
@@ -49,21 +50,14 @@ def _is_known(forward: object, calls: tuple[types.FunctionType, ...], family: st
     return same and all(map(is_same_wrapped, calls, known))
 
 
-def mixer_calls(forward: object) -> list[tuple[dict[str, Any], str, types.FunctionType]]:
+def mixer_calls(forward: Any) -> list[tuple[dict[str, Any], str, types.FunctionType]]:
     """(global names, name, function) of each function that a forward() calls by its name, and of those that these call."""
     found: list[tuple[dict[str, Any], str, types.FunctionType]] = []
-    waiting = [_innermost(forward)]
+    waiting = [inspect.unwrap(forward)]
     for each in waiting:
         found += [(each.__globals__, name, function) for name, function in called(each).items()]
-        waiting += [inner for *_, function in found if (inner := _innermost(function)) not in waiting]
+        waiting += [inner for *_, function in found if (inner := inspect.unwrap(function)) not in waiting]
     return found
-
-
-def _innermost(function: Any) -> Any:
-    """A function within its wrappers, as of Accelerate's hooks and of deprecated arguments."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
 
 
 def states_of(module: Any, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None] | None:

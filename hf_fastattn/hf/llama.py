@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import types
 from functools import cache
+from typing import Any, Literal
 
 import torch
 
 _FUNCTIONS = {name: getattr(torch.nn.functional, name) for name in ("gelu", "layer_norm", "linear", "silu", "softplus")}
 
 
-def is_llamas_mlp(forward: object) -> bool:
-    """Whether this is forward() of Llama's MLP: down_proj(act_fn(gate_proj(x)) * up_proj(x))."""
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    return _is_same_code(forward, LlamaMLP.forward)
-
-
-def is_phi3s_mlp(forward: object) -> bool:
-    """Whether this is forward() of Phi-3's MLP: Llama's with one linear layer for gate and up."""
-    if not reads(forward, "gate_up_proj"):
-        return False
-    from transformers.models.phi3.modeling_phi3 import Phi3MLP
-
-    return _is_same_code(forward, Phi3MLP.forward)
+Mlp = Literal["llama", "phi3", "lfm2"]
+_MLPS: dict[Mlp, tuple[str, str]] = {  # a name that the code reads, and its class
+    "llama": ("gate_proj", "LlamaMLP"),
+    "phi3": ("gate_up_proj", "Phi3MLP"),
+    "lfm2": ("w3", "Lfm2MLP"),
+}
 
 
-def is_lfm2s_mlp(forward: object) -> bool:
-    """Whether this is forward() of LFM2's MLP: w2(F.silu(w1(x)) * w3(x))."""
-    if not reads(forward, "w3"):
-        return False
-    from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
-
-    return _is_same_code(forward, Lfm2MLP.forward)
+def mlp_of(forward: object) -> Mlp | None:
+    """The family with this forward() of an MLP: down(act(gate(x)) * up(x)). Phi-3 has one linear layer for gate and up; those of
+    LFM2 are w1, w3 and w2, with SiLU."""
+    for family, (name, cls) in _MLPS.items():
+        if reads(forward, name):
+            theirs = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            if _is_same_code(forward, getattr(theirs, cls).forward):
+                return family
+    return None
 
 
 def has_own(*names: str) -> bool:
@@ -139,6 +135,31 @@ def is_gelu_in_parts(act: torch.nn.Module) -> bool:
     names = vars(sys.modules[cls.__module__])
     parts = [cls.forward, *(names[name] for name in GELU_PARTS if name in names)]
     return all(part.__module__ == cls.__module__ for part in parts)  # another's if someone has replaced it
+
+
+SPARSE = "_gaussian_topk"  # method of an MLP that keeps the gates above a quantile (Gemma 3n)
+
+
+def has_sparse_gates(mlp: Any) -> bool:
+    """Whether a method of this MLP, in Transformers' code, computes `above_quantile`."""
+    own, p = getattr(type(mlp), SPARSE, None), vars(mlp).get("activation_sparsity")
+    if own is None or not isinstance(p, float) or not 0 < p < 1 or module_of(own) != type(mlp).__module__:
+        return False
+    with torch.device("cpu"):
+        x = torch.linspace(-1, 2, 64).square()
+        return torch.equal(own(mlp, x), above_quantile(x, p))
+
+
+def above_quantile(x: torch.Tensor, p: float) -> torch.Tensor:
+    """relu(x - c), where c is the quantile p of the normal distribution with the mean and the deviation of each row."""
+    return torch.relu(x - (x.mean(-1, keepdim=True) + x.std(-1, keepdim=True, unbiased=False) * _quantile(p, x.dtype)))
+
+
+@cache
+def _quantile(p: float, dtype: torch.dtype) -> float:
+    """Of the standard normal distribution, rounded to fp32 and then to `dtype`."""
+    with torch.device("cpu"):
+        return float(torch.distributions.Normal(0, 1).icdf(torch.tensor(p, dtype=torch.float32)).to(dtype))
 
 
 def reads(function: object, name: str) -> bool:

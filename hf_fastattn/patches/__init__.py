@@ -67,9 +67,9 @@ def patch(
     "auto" selects the one for the backend; None leaves the choice to Transformers. graph=False runs every step from Python.
     fuse=True replaces, on GPUs and with the model's roundings: norms (one launch instead of six or more), the rotation of queries
     and keys (one instead of ten or more), the product in the MLP (computed in place), a GELU that the model computes in parts
-    (rounded once), the experts of a mixture and their choice (up to 64 tokens), the one-token steps of layers with a recurrent
-    state (two launches instead of forty), the draw of a token (two launches), and, in decode graphs of up to 64 tokens in 16
-    bits, cuBLAS in linear layers. fuse=False replaces none.
+    (rounded once), a quantile that Gemma 3n reads on the host in each forward, the experts of a mixture and their choice (up to
+    64 tokens), the one-token steps of layers with a recurrent state (two launches instead of forty), the draw of a token (two
+    launches), and, in decode graphs of up to 64 tokens in 16 bits, cuBLAS in linear layers. fuse=False replaces none.
 
     kv_dtype: "int8" or "fp8" stores K and V in 8 bits, an approximation: half the memory, and half of what a step reads of a long
     text. The first prompt of a cache is read without it. Layers with a sliding window keep K and V as the model computes them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,7 @@ from ..context_parallel import Shares
 from ..report.tables import size
 from ..streaming import Settings, examine, forget
 from .calls.caches import CallCaches
-from .calls.copies import copied, not_pickled
-from .calls.methods import METHODS, Generation
+from .calls.methods import METHODS, Generation, copied, not_pickled
 from .configs import OwnConfigs
 from .fused import activations, attention, experts, linears, residual, states, subclass, sums
 from .fused import norms as fusion
@@ -153,9 +153,10 @@ class Patch:
             found = found._replace(linears=[])
         fusion.fuse(found)
         mixers, gated = states.fuse(model)
-        gelus = activations.fuse(model)
+        gelus, sparse = activations.fuse(model)
         joined, layers = (linears.join(model), residual.join(model)) if self.graph else ([], [])
-        self._fused += [weakref.ref(module) for modules in (*found, mixers, gated, gelus, joined, layers) for module in modules]
+        every = itertools.chain(*found, mixers, gated, gelus, sparse, joined, layers)
+        self._fused += [weakref.ref(module) for module in every]
         for what, modules, before, after in (
             ("RMSNorm and LayerNorm", found.norms, "launched operation by operation", "one launch"),
             ("rotation of queries and keys", found.layers, "launched operation by operation", "one launch"),
@@ -163,6 +164,7 @@ class Patch:
             ("steps of linear layers, of one token", mixers, "launched operation by operation", "two launches"),
             ("gated norms", gated, "launched operation by operation", "one launch"),
             ("GELU", gelus, "launched operation by operation", "one launch"),
+            ("sparse gates of MLPs", sparse, "a quantile from the host in each forward", "a number"),
             ("linear layers, in decode graphs", found.linears, "cuBLAS", "one launch"),
             ("projections of queries, keys and values, in decode graphs", joined, "up to four launches", "one"),
             ("residual connections, in decode graphs", layers, "two launches", "none"),

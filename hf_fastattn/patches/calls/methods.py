@@ -28,12 +28,23 @@ from .after import capture_wanted
 from .batches import Batches, Managers
 from .caches import CallCaches, covered
 from .calls import Call, CallsOfThread, ahead, running
-from .copies import copied, not_pickled
 from .forwards import Forwards
 from .overrides import Generate, KeptInputs, Processors
 
 METHODS = (hf.GENERATE, hf.PREPARE_CACHE, hf.PREPARE_INPUTS, hf.PROCESSORS_OF_CALL, hf.BATCHES, hf.BATCH)
 _MISSING: Any = object()
+
+
+def copied(model: weakref.ref[hf.PreTrainedModel], memo: dict[int, Any]) -> hf.PreTrainedModel:
+    """The copy of a patched model during a deepcopy. Objects that belong to a model can only be copied with it."""
+    twin: hf.PreTrainedModel | None = memo.get(id(model()))
+    if twin is None:
+        raise TypeError("A Patch cannot be copied by itself; copy the model it belongs to.")
+    return twin
+
+
+def not_pickled() -> TypeError:
+    return TypeError("A patched model cannot be pickled; call hf_fastattn.unpatch() on it first.")
 
 
 class Generation:

@@ -1,6 +1,8 @@
-"""Activations that Transformers computes operation by operation: the GELU with tanh, in one operation of torch.
+"""Activations of Transformers in another form.
 
-In a decode graph this operation is part of the launch of the linear layer before it (delayed.py).
+- The GELU with tanh that is computed operation by operation: one operation of torch. In a decode graph it is part of the launch
+  of the linear layer before it (delayed.py).
+- Sparse gates, whose quantile each forward copies to the device and checks on the host, which no graph can repeat: a number.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +22,40 @@ from .subclass import Forward
 _NONE = object()
 
 
-def fuse(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> list[torch.nn.Module]:
-    """Fuse the activations of a model that is on a device that runs kernels; returns them."""
+Modules = list[torch.nn.Module]
+
+
+def fuse(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> tuple[Modules, Modules]:
+    """Fuse the activations of a model on a device that runs kernels. Returns the GELUs, and the MLPs with sparse gates."""
     weight = next(model.parameters(), None)
     if weight is None or not runs(weight.device):
-        return []
-    found = [module for module in model.modules() if "forward" not in vars(module) and hf.is_gelu_in_parts(module)]
-    for module in found:
+        return [], []
+    own = [module for module in model.modules() if "forward" not in vars(module)]
+    gelus, sparse = list(filter(hf.is_gelu_in_parts, own)), list(filter(hf.has_sparse_gates, own))
+    for module in gelus:
         subclass.replace(module, gelu)
-    return found
+    for module in sparse:
+        subclass.replace(module, _SparseGates(getattr(type(module), hf.SPARSE)))
+    return gelus, sparse
+
+
+@dataclass(frozen=True)
+class _SparseGates:
+    """Fuses an MLP whose method `own` computes its sparse gates."""
+
+    own: types.FunctionType
+
+    def __call__(self, forward: types.FunctionType) -> Forward:
+        @functools.wraps(forward)
+        def mlp(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(getattr(module, hf.SPARSE), "__func__", None) is not self.own or torch.compiler.is_compiling():
+                return forward(module, *args, **kwargs)
+            copied = object.__new__(type(module))  # as other threads may run the module
+            vars(copied).update(vars(module))
+            vars(copied)[hf.SPARSE] = functools.partial(hf.above_quantile, p=float(module.activation_sparsity))
+            return forward(copied, *args, **kwargs)
+
+        return mlp
 
 
 def gelu(forward: types.FunctionType) -> Forward:

@@ -87,16 +87,12 @@ def is_plain(module: torch.nn.Module) -> bool:
     return type(weight) is torch.nn.Parameter or hf.inner_forward(module) is not None
 
 
-def is_gated_mlp(forward: object) -> bool:
-    return hf.is_llamas_mlp(forward) or hf.is_phi3s_mlp(forward) or hf.is_lfm2s_mlp(forward)
-
-
 def mlp(forward: types.FunctionType) -> Forward:
-    return _packed_mlp(forward) if hf.is_phi3s_mlp(forward) else _separate_mlp(forward)
+    return _packed_mlp(forward) if hf.mlp_of(forward) == "phi3" else _separate_mlp(forward)
 
 
 def _separate_mlp(forward: types.FunctionType) -> Forward:
-    is_lfm2s = hf.is_lfm2s_mlp(forward)
+    is_lfm2s = hf.mlp_of(forward) == "lfm2"
     names = ("w1", "w3", "w2") if is_lfm2s else ("gate_proj", "up_proj", "down_proj")
 
     @functools.wraps(forward)

@@ -53,7 +53,7 @@ def find(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass
             continue
         if hf.norm_of(module) is not None:
             kind = found.norms
-        elif linears.is_gated_mlp(forward):
+        elif hf.mlp_of(forward) is not None:
             kind = found.mlps
         elif linears.is_plain(module):
             kind = found.linears
