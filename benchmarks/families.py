@@ -61,6 +61,11 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         | {"hidden_size": 3840, "intermediate_size": 15360, "num_hidden_layers": 48}
         | {"num_attention_heads": 16, "num_key_value_heads": 8},
     ),
+    "gemma3n-e2b": (
+        "gemma3n_text",
+        {"num_hidden_layers": 30, "intermediate_size": [8192] * 30, "num_kv_shared_layers": 10}
+        | {"activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20, "max_position_embeddings": 32768},
+    ),
     "phi3-mini": (
         "phi3",
         _PHI | {"vocab_size": 32064, "num_attention_heads": 32, "num_key_value_heads": 32, "sliding_window": 2047},

@@ -472,14 +472,15 @@ def test_sparse_gates_read_nothing_on_the_host_unless_their_code_is_another(dtyp
     x, own = torch.randn(2, 5, 64, device=DEVICE, dtype=dtype), Gemma3nTextMLP._gaussian_topk
     expected = [mlp(x) for mlp in model]
     assert activations.fuse(model, lambda device: True) == ([], [model[0], model[2]])
-    assert all(torch.equal(mlp(x), out) for mlp, out in zip(model, expected, strict=True))
+    found = [mlp(x) for mlp in model]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # a quantile of a GPU differs in the last bit of fp32
     with monkeypatch.context() as m:  # it checks its argument on the host
         m.setattr(torch.distributions, "Normal", None)
         m.setattr(torch.distributions.normal, "Normal", None)
-        assert all(torch.equal(mlp(x), out) for mlp, out in zip(model, expected, strict=True))
+        assert all(torch.equal(mlp(x), out) for mlp, out in zip(model, found, strict=True))
     model[0].activation_sparsity = 0.5
     assert not torch.equal(model[0](x), expected[0])
-    assert torch.equal(pickle.loads(pickle.dumps(model[2]))(x), expected[2])
+    assert torch.equal(pickle.loads(pickle.dumps(model[2]))(x), found[2])
     model[0]._gaussian_topk = torch.zeros_like
     monkeypatch.setattr(Gemma3nTextMLP, "_gaussian_topk", lambda self, gates: own(self, gates) * 0)
     assert not model[0](x).any() and not model[2](x).any()

@@ -26,12 +26,11 @@ Modules = list[torch.nn.Module]
 
 
 def fuse(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> tuple[Modules, Modules]:
-    """Fuse the activations of a model on a device that runs kernels. Returns the GELUs, and the MLPs with sparse gates."""
+    """Fuse the activations of a model. Returns the GELUs, on devices that run kernels, and the MLPs with sparse gates."""
     weight = next(model.parameters(), None)
-    if weight is None or not runs(weight.device):
-        return [], []
     own = [module for module in model.modules() if "forward" not in vars(module)]
-    gelus, sparse = list(filter(hf.is_gelu_in_parts, own)), list(filter(hf.has_sparse_gates, own))
+    gelus = [module for module in own if hf.is_gelu_in_parts(module)] if weight is not None and runs(weight.device) else []
+    sparse = [module for module in own if hf.has_sparse_gates(module)]
     for module in gelus:
         subclass.replace(module, gelu)
     for module in sparse:
