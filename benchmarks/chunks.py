@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -85,11 +86,8 @@ def chosen(row: dict) -> Iterator[None]:
         row["chunk"] = found = largest(*args)
         return found
 
-    chunks.largest = note
-    try:
+    with mock.patch.object(chunks, "largest", note):
         yield
-    finally:
-        chunks.largest = largest
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.chunks") -> int:

@@ -24,12 +24,14 @@ from hf_fastattn.context_parallel import ORDERS, pieces, positions, ring, ring_a
 from hf_fastattn.context_parallel.ring import PREFILL, add, attend
 from hf_fastattn.kernels.spec import Spec
 
+from .ranks_group import Group, join, leave
 from .results import Results, add_options, command, conditions, find_device, need_gpu
 from .timing import elapsed_us
 
 METHOD = "CUDA events around one call, median of 3 after a first call"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SPEC = Spec(causal=False)
+LIMIT = 60  # seconds in which the process group is destroyed
 CHECKED = 4096  # tokens of the text on which results are checked
 
 
@@ -84,15 +86,14 @@ def on_one_device(order: str, ranks: int, total: int, device: torch.device) -> d
     return {"critical_us": critical, "rank_us": [sum(turns) for turns in times], "balance": mean(map(sum, times)) / critical}
 
 
-def on_several(order: str, total: int, device: torch.device) -> dict:
+def on_several(order: str, total: int, group: Group) -> dict:
     """The time of a call."""
-    ranks = dist.get_world_size()
-    q, k, v = draw(total // ranks, device)
+    q, k, v = draw(total // group.size, group.device)
     held = torch.cat([k.reshape(-1), v.reshape(-1)])
-    call = ring._Call(None, dist.get_rank(), ranks, k.shape, v.shape, order, True, None, SPEC, PREFILL, ring.BACKWARD)
+    call = ring._Call(None, dist.get_rank(), group.size, k.shape, v.shape, order, True, None, SPEC, PREFILL, ring.BACKWARD)
 
     def send() -> None:
-        for _ in range(ranks - 1):
+        for _ in range(group.size - 1):
             ring._wait(call.pass_on(held)[1])
 
     def slowest(run: Callable[[], object]) -> float:
@@ -100,22 +101,12 @@ def on_several(order: str, total: int, device: torch.device) -> dict:
             dist.barrier()
             run()
 
-        us = torch.tensor([time_of(together, device)], device=device)
-        dist.all_reduce(us, dist.ReduceOp.MAX)
-        return us.item()
+        return max(group.gather(time_of(together, group.device)))
 
     us, sent = slowest(lambda: ring_attention(q, k, v, order=order)), slowest(send)
     with mock.patch.object(ring._Call, "pass_on", lambda self, held: (held, [])):
         computed = slowest(lambda: ring_attention(q, k, v, order=order))
     return {"us": us, "compute_us": computed, "send_us": sent, "hidden": min(1, max(0, (computed + sent - us) / sent))}
-
-
-def has_time(results: Results, several: bool) -> bool:
-    """Whether 10 seconds are left; of several ranks, the first one decides."""
-    decision = [results.left() >= 10]
-    if several:
-        dist.broadcast_object_list(decision)
-    return decision[0]
 
 
 def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.context") -> int:
@@ -128,35 +119,30 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.contex
     add_options(parser, 120)
     args = parser.parse_args(argv)
     need_gpu(parser, args, sizes={f"a text of {n} tokens": int(n) ** 2 for n in args.tokens.split(",")})
-    ranks, several = int(os.environ.get("WORLD_SIZE", "1")), "WORLD_SIZE" in os.environ
-    device = find_device(args.device)
-    if several and device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    creates = several and not dist.is_initialized()
-    if creates:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    ranks = ranks if several else args.ranks
+    group = Group(join()) if "WORLD_SIZE" in os.environ else None
+    device, ranks = (group.device, group.size) if group else (find_device(args.device), args.ranks)
     head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}, causal"}
-    name = "context_ranks.json" if several else "context.json"
+    name = "context_ranks.json" if group else "context.json"
     results = Results(args.out / name, args.seconds, command(prog, argv), device if device.type == "cuda" else None, **head)
     if args.keep:
         results.take_over(parser)
+    if group:
+        group.results = results
     for total in map(int, args.tokens.split(",")):
         for order in ORDERS:
-            if not has_time(results, several):
+            if not (group.has(10) if group else results.left() > 10):
                 results.say(f"no time for {order} at {total}")
                 continue
-            check_call(order, device) if several else check(order, ranks, device)
-            found = on_several(order, total, device) if several else on_one_device(order, ranks, total, device)
+            check_call(order, device) if group else check(order, ranks, device)
+            found = on_several(order, total, group) if group else on_one_device(order, ranks, total, device)
             row = {"order": order, "ranks": ranks, "tokens": total}
             others = [old for old in results.data["rows"] if {name: old[name] for name in row} != row]
             results.data["rows"] = [*others, {**row, "run": results.run, **found}]
-            if not several or dist.get_rank() == 0:
+            if group is None or group.first:
                 results.save()
                 results.say(f"{order}, {total} tokens, {ranks} ranks: {found}")
-    if creates:
-        dist.destroy_process_group()
+    if group:
+        leave(LIMIT)
     return 0
 
 

@@ -183,8 +183,7 @@ def measure_cases(
             results.data["not_run"].append(f"{name} {case}")
             continue
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # why steps run uncaptured is in the row
+            with warnings.catch_warnings(action="ignore"):  # why steps run uncaptured is in the row
                 subject = subject or load()
                 row = measure(subject, case)
         except Exception as error:  # the other rows are still useful

@@ -223,8 +223,8 @@ class Bench:
         """The first calls: their times, and their cache in caches[key]."""
         report, new = rival.report, rival.new if rival.patch else min(rival.new, FEW)
         captures: list[float] = []
-        with self.peak(report), timed_captures(captures), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the report has why steps run uncaptured
+        # The report has why steps run uncaptured.
+        with self.peak(report), timed_captures(captures), warnings.catch_warnings(action="ignore"):
             last = rival.first = run(rival.model, rival.prompt, new, rival.empty_cache(), keep=True, **rival.options)
             report |= {"first_call_s": last.wall_s, "first_call_new_tokens": new, "prefills": 1}
             if 1.0 < last.first_token_s < 6.0:  # again, with everything compiled and loaded
@@ -305,8 +305,7 @@ class Bench:
             for rival in self.rivals if repeat % 2 == 0 else self.rivals[::-1]:
                 if rival.failed or (self.cuda and self.results.left() < 5):
                     continue
-                with self.guard(rival), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
+                with self.guard(rival), warnings.catch_warnings(action="ignore"):
                     cache = None if resume else rival.empty_cache()
                     if resume:
                         cache = rewind(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -82,15 +82,9 @@ def stream_k(q: torch.Tensor, kv: KV, spec: Spec, spans: None = None, *, config:
     return plan.run(q, kv, spec, spans, None, None, False)
 
 
-@contextmanager
-def as_if(arch: int, sms: int) -> Iterator[None]:
+def as_if(arch: int, sms: int) -> AbstractContextManager:
     """Inside, tables and schedules are those of a GPU with this compute capability and number of SMs."""
-    kept = gpu.arch, gpu.num_sms
-    gpu.arch, gpu.num_sms = (lambda device: arch), (lambda device: sms)
-    try:
-        yield
-    finally:
-        gpu.arch, gpu.num_sms = kept
+    return mock.patch.multiple(gpu, arch=lambda device: arch, num_sms=lambda device: sms)
 
 
 def schedule(kernel: str, shape: Shape, device: torch.device) -> dict:

@@ -170,8 +170,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
         model = twin(subject.model, "sdpa")
         rivals.append(Rival(name, model, whole, args.tokens, patch=patch(model, name)))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the result has why steps run uncaptured
+        with warnings.catch_warnings(action="ignore"):  # the result has why steps run uncaptured
             prompt = Prompt(whole.ids[:, : args.contexts[0]], whole.mask[:, : args.contexts[0]], args.contexts[:1])
             results.data["prompt_s"] = prefill_seconds(rivals, cache, prompt, results)
             for context in progress(args.contexts, "contexts", "context"):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .paper import FIGURE_8
 from .ranks_group import Group, end_after, join, leave
-from .results import Results, add_options, command, conditions, need_gpu
+from .results import add_options, command, conditions, need_gpu
 from .shapes import DTYPE, LEAN, PORTABLE, READ, SPLIT_KV, Shape, compete, exact, make_inputs
 from .timing import METHOD, num_sets
 
@@ -52,16 +52,9 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
     share_of = args.share_of or group.size
     if share_of < group.size:
         parser.error("--share-of is at least the number of processes.")
-    if group.first:
-        head = {"conditions": conditions(device, METHOD), "dtype": str(DTYPE).removeprefix("torch."), "unit": "us a call"}
-        path = args.out / "paper_ranks.json"
-        group.results = Results(path, args.seconds, command(prog, argv), device if device.type == "cuda" else None, **head)
-        if args.keep:
-            group.results.take_over(parser)
-            rows = group.results.data["rows"]
-            group.results.data["rows"] = [
-                row for row in rows if (row["ranks"], row.get("share_of", row["ranks"])) != (group.size, share_of)
-            ]
+    head = {"conditions": conditions(device, METHOD), "dtype": str(DTYPE).removeprefix("torch."), "unit": "us a call"}
+    again = lambda row: (row["ranks"], row.get("share_of", row["ranks"])) == (group.size, share_of)  # noqa: E731
+    group.begin(parser, args, "paper_ranks", command(prog, argv), head, again)
     for batch, heads, tokens in FIGURE_8:
         shape = Shape(batch, heads // share_of, heads // share_of, 64, tokens)
         if heads % share_of or tokens > (args.longest or tokens):

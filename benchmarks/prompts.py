@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from unittest import mock
 
 import torch
 
@@ -51,14 +51,9 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 }
 
 
-@contextmanager
-def padded() -> Iterator[None]:
+def padded() -> AbstractContextManager:
     """A context in which the padding of prompts is read."""
-    tile, unpadded.TILE = unpadded.TILE, 1 << 62
-    try:
-        yield
-    finally:
-        unpadded.TILE = tile
+    return mock.patch.object(unpadded, "TILE", 1 << 62)
 
 
 def measure(subject: Subject, name: str, device: torch.device, repeats: int) -> dict:

@@ -40,7 +40,7 @@ from .grid import pairs, row_lengths
 from .models import COMMON, SHAPES, dtype_for, step_bytes, with_share
 from .ranks_group import Group, end_after, join, leave
 from .ranks_rivals import MODELS, MORE, NAMES, NO_TIME, OURS, SHARED, check, fills, measure, why_not
-from .results import Results, add_options, check_names, command, conditions, listed, need_gpu
+from .results import add_options, check_names, command, conditions, listed, need_gpu
 from .runs import free, make_prompt
 
 METHOD = "greedy generate() that continues from a cache, 6th new token to last; replays by events around ten; medians"
@@ -178,14 +178,10 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
     longest = max(max(row_lengths(case, PADDED)) for case in args.cases)
     config["max_position_embeddings"] = max(config["max_position_embeddings"], longest + 128)
     made = hf.make_config(model_type, **config)
-    if group.first:
-        head = {"conditions": conditions(device, METHOD), "shape": args.shape, "layers": made.num_hidden_layers}
-        head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token", "tb_per_s": bandwidth(device) / 1e12}
-        head |= {"share_of": args.share_of} if args.share_of else {}
-        path = args.out / f"{args.name}.json"
-        group.results = Results(path, args.seconds, command(prog, argv), device, **head)
-        if args.keep:
-            group.results.take_over(parser)
+    head = {"conditions": conditions(device, METHOD), "shape": args.shape, "layers": made.num_hidden_layers}
+    head |= {"dtype": str(dtype).removeprefix("torch."), "unit": "ms a token", "tb_per_s": bandwidth(device) / 1e12}
+    head |= {"share_of": args.share_of} if args.share_of else {}
+    group.begin(parser, args, args.name, command(prog, argv), head, lambda row: False)
     rows = [new_row(case, made, dtype, group, args) for case in args.cases]
     creators = {
         "shared": lambda: shared_random_model(model_type, dtype, group.size, **config),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,14 @@ class Group:
         self.results: Results | None = None
         self.size, self.first = dist.get_world_size(), dist.get_rank() == 0
         self.hosts = dist.new_group(backend="gloo")
+
+    def begin(self, parser: ArgumentParser, args: Namespace, name: str, typed: str, head: dict, again: Callable) -> None:
+        """Create the results of the first process, with --keep with the rows of the JSON that are not measured again(row)."""
+        if self.first:
+            self.results = Results(args.out / f"{name}.json", args.seconds, typed, self.device, **head)
+            if args.keep:
+                self.results.take_over(parser)
+                self.results.data["rows"] = [row for row in self.results.data["rows"] if not again(row)]
 
     def gather(self, mine: Any) -> list[Any]:
         """The values of all processes, which wait for each other."""

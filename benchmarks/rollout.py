@@ -89,8 +89,8 @@ class Policy:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=device.type == "cuda" or None)
 
     def _checkpoints(self, on: bool) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # TRL calls them by these names, which Transformers 5.17 has
+        # TRL calls them by these names, which Transformers 5.17 has.
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
             if on:
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=None)
             else:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 
@@ -256,11 +257,8 @@ def timed_captures(seconds: list[float]) -> Iterator[None]:
         seconds.append(time.perf_counter() - began)
         return result
 
-    graph.CudaGraph.capture = capture
-    try:
+    with mock.patch.object(graph.CudaGraph, "capture", capture):
         yield
-    finally:
-        graph.CudaGraph.capture = original
 
 
 def last_graph(patched: Patch) -> graph.Entry | None:

@@ -99,8 +99,7 @@ def session(shape: str, kind: str, device: torch.device) -> dict:
     synchronize(device)
     began = time.perf_counter()
     under = nullcontext() if kind == "stock" else patch(model, "lean", compile="lazy" if kind == "lazy" else "ahead")
-    with under as patched, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "reasons" has why a step ran uncaptured
+    with under as patched, warnings.catch_warnings(action="ignore"):  # "reasons" has why a step ran uncaptured
         patched_s = time.perf_counter() - began
         if kind == "later" and not tiny:
             time.sleep(WAIT)

@@ -157,8 +157,7 @@ def read(args, results: Results, device: torch.device) -> bool:
     reader = Reader(subject, settings, args.points[-1] + args.steps + 10 * BLOCK, device)
     results.data |= {"shape": subject.name, "window": args.window, "sinks": args.sinks, "chunk": args.chunk}
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the result has why steps run uncaptured
+        with warnings.catch_warnings(action="ignore"):  # the result has why steps run uncaptured
             for point in progress(args.points, "text", "point"):
                 row = measure_point(reader, point, args, results)
                 if row is None:

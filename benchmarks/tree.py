@@ -24,7 +24,7 @@ from hf_fastattn.kernels.spec import KV, Spec
 
 from .context import HEAD_DIM, HEADS, KV_HEADS, draw
 from .ranks_group import Group, end_after, join, leave
-from .results import Results, add_options, command, conditions, listed, need_gpu
+from .results import add_options, command, conditions, listed, need_gpu
 from .timing import elapsed_us
 
 METHOD = "CUDA events around ten calls, launched one by one; median of 5 after a first one; the slowest rank"
@@ -102,14 +102,8 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.tree")
     need_gpu(parser, args, sizes={f"a text of {n} tokens": int(n) * 2**14 for n in args.tokens})
     device = join()
     group = Group(device)
-    if group.first:
-        head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}", "unit": "us a call"}
-        path = args.out / "tree_ranks.json"
-        group.results = Results(path, args.seconds, command(prog, argv), device if device.type == "cuda" else None, **head)
-        if args.keep:
-            group.results.take_over(parser)
-            rows = [row for row in group.results.data["rows"] if row["ranks"] != group.size]
-            group.results.data["rows"] = rows
+    head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}", "unit": "us a call"}
+    group.begin(parser, args, "tree_ranks", command(prog, argv), head, lambda row: row["ranks"] == group.size)
     for tokens in map(int, args.tokens):
         end_after(LIMIT)
         if not group.has(8):

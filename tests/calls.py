@@ -1,5 +1,6 @@
-"""Helpers: calling kernels with plain tensors, using functions of plain tensors as kernels, pretending to capture a graph."""
+"""Helpers: plain tensors for kernels, functions as kernels, code of a user in a call, pretending to capture a graph."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -29,6 +30,30 @@ def as_kernel(function):
     return kernel
 
 
+class Launched:
+    """A Triton kernel of which launch(kernel, grid, *args, **kwargs) is called in place of a launch."""
+
+    def __init__(self, kernel, launch):
+        self.kernel, self.launch = kernel, launch
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def __getitem__(self, grid):
+        return partial(self.launch, self.kernel, grid)
+
+
+def events_of(function) -> list[tuple[str, str]]:
+    """What a profiler of this thread is told while function() runs: the kind of each event, and the name of the code."""
+    found: list[tuple[str, str]] = []
+    sys.setprofile(lambda frame, event, _: found.append((event, frame.f_code.co_name)))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 class At(LogitsProcessor):
     """Calls act() at the n-th token, counted from 0. calls: how many tokens there were."""
 
@@ -54,6 +79,19 @@ class Puts:
         self.left -= 1
 
     def end(self): ...
+
+
+class Averaged(torch.nn.Module):
+    """Adds an average over all tokens so far, which it changes in place. As a buffer, or as an attribute."""
+
+    def __init__(self, inner, width, registered=True):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(width)) if registered else setattr(self, "mean", torch.zeros(width))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.mean((0, 1)))
+        return self.inner(x + 2 * self.mean)
 
 
 @contextmanager

@@ -79,8 +79,7 @@ def _has_forward(source: str, name: str) -> bool:
 
 
 def load_class(model: Model) -> type:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return getattr(importlib.import_module(model.module), model.name)
 
 

@@ -200,8 +200,7 @@ def attempt(run) -> Cell:
     """The cell of run(), which raises Disagreement if numbers differ, and returns further fields of the cell."""
     refuse.warn_once.cache_clear()
     counted, facts = {}, {}
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as heard:
         try:
             with hf_fastattn.count_calls() as counted:
                 facts = run() or {}

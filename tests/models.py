@@ -4,6 +4,7 @@ import math
 from functools import cache
 
 import torch
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -66,6 +67,29 @@ def generate(model, inputs, **options):
     """Greedy tokens, or samples of seed 0."""
     torch.manual_seed(0)
     return model.generate(**inputs, **{"do_sample": False, **options})
+
+
+def message(tokens: int, rows: int = 1) -> torch.Tensor:
+    """Ids of so many tokens, the same in each call."""
+    return torch.randint(2, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def chat(model, messages, mask=None, cache=None, **options) -> list[torch.Tensor]:
+    """The text after each reply, of which the cache is given to the next call. messages: ids; mask: of the first ones."""
+    texts: list[torch.Tensor] = []
+    for ids in messages:
+        inputs = {"input_ids": torch.cat([*texts[-1:], ids], 1)}
+        if mask is not None:
+            inputs["attention_mask"] = pad(mask, (0, inputs["input_ids"].shape[1] - mask.shape[1]), value=1)
+        out = generate(model, inputs, past_key_values=cache, return_dict_in_generate=True, **options)
+        texts.append(out.sequences)
+        cache = out.past_key_values
+    return texts
+
+
+def sizes(patch) -> set[int]:
+    """The tokens of a row in each graph of a patch."""
+    return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
 
 
 PADDINGS = ("no_padding", "left_padding", "holes")

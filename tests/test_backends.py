@@ -560,8 +560,7 @@ def test_transformers_versions():
     for version in ("4.57.1", "5.16.9"):
         with pytest.raises(ImportError, match=rf"transformers >= 5.17; found {version}.*pip install"):
             hf.check_version(version)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for version in ("5.17.0", "5.18.0.dev0", "5.24.9"):
             hf.check_version(version)
     for version in ("5.25.0.dev0", "6.0.0"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import fake_graph
 import pytest
 import tokenizers
 import torch
-from calls import At
+from calls import At, events_of
 from cases import slow_unless
 from models import FAMILIES, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,8 +117,7 @@ def test_families(family, seen):
     assert [each.shared > 0 for each in seen] == [True, False]
 
 
-def test_steps_are_graphs(monkeypatch, seen):
-    fake_graph.use(monkeypatch)
+def test_steps_are_graphs(captured, seen):
     model, texts = eager("gemma2"), ragged()[:4]
     expected = alone(model, texts)
     with hf_fastattn.patch(model) as patch:
@@ -291,18 +289,14 @@ def test_other_weights_and_threads(seen):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-        found: dict[int, list] = {}
 
-        def call(index: int) -> None:
+        def call(_) -> list:
             with torch.inference_mode():
-                found[index] = tokens(model.generate_batch(texts, options(), sizes()))
+                return tokens(model.generate_batch(texts, options(), sizes()))
 
-        threads = [threading.Thread(target=call, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found[0] == found[1] == alone(model, texts) != first
+        with ThreadPoolExecutor() as pool:
+            first_thread, second_thread = pool.map(call, range(2))
+    assert first_thread == second_thread == alone(model, texts) != first
 
 
 def scale(model):
@@ -493,13 +487,7 @@ def test_a_step_costs_the_host_the_same_for_any_number_of_rows():
         with Counts() as counts:
             made.step()
         found.append(counts.calls)
-        calls = []
-        sys.setprofile(lambda frame, event, argument, calls=calls: calls.append(event) if event.endswith("call") else None)
-        try:
-            made.step()
-        finally:
-            sys.setprofile(None)
-        assert len(calls) <= 300 + 8 * rows
+        assert sum(event.endswith("call") for event, _ in events_of(made.step)) <= 300 + 8 * rows
     assert found[0] == found[1] <= 10
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import checkpoint
-import fake_graph
 import pytest
 import torch
 
@@ -98,8 +97,7 @@ def test_every_backend_is_checked_and_timed(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resume", ["", "2x16,2xpadded"])
-def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, resume):
-    fake_graph.use(monkeypatch)
+def test_captured_steps_are_checked_and_captured_once(tmp_path, captured, resume):
     arguments = ["--cases", "2x16,2xpadded", "--rivals", f"{grid.SDPA},{grid.OURS},{grid.ROOMY}", "--resume", resume]
     for row in bench(tmp_path, *arguments)["rows"]:
         assert {grid.ROOMY, grid.SDPA, "best_stock"} <= row["ratios"].keys()
@@ -110,8 +108,7 @@ def test_captured_steps_are_checked_and_captured_once(tmp_path, monkeypatch, res
             assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
 
 
-def test_kernels_of_a_step_are_listed_separately(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_kernels_of_a_step_are_listed_separately(tmp_path, captured, monkeypatch):
     listed = [{"kernel": "a", "launches": 2, "us": 7.0}]
     monkeypatch.setattr(grid, "step_kernels", lambda patched: listed if patched.captures else None)
     subject, found = models.load("tiny", torch.float32, CPU), results.Results(tmp_path / "a.json", 60, "command")
@@ -121,14 +118,13 @@ def test_kernels_of_a_step_are_listed_separately(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_timing_a_replay_does_not_change_the_next_tokens(monkeypatch, tiny):
+def test_timing_a_replay_does_not_change_the_next_tokens(captured, monkeypatch, tiny):
     seen = [("b", 1, 3.0), ("cudaGraphLaunch", 1, 0.0), ("a", 2, 7.0)]
     events = [SimpleNamespace(key=key, count=count, self_device_time_total=us) for key, count, us in seen]
     profiler = MagicMock()
     profiler.return_value.__enter__.return_value.key_averages.return_value = events
     event = Mock()
     event.return_value.elapsed_time.return_value = 20.0
-    fake_graph.use(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.profiler, "profile", profiler)
     prompt = runs.make_prompt([20, 9], 128, CPU)
@@ -367,11 +363,10 @@ def test_first_sessions(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_no_code_runs_between_the_steps_of_generate(monkeypatch):
+def test_no_code_runs_between_the_steps_of_generate(captured, monkeypatch):
     """After other code than that of Transformers, patch() compares the model in each step."""
     found, original = [], hf.other_code
     monkeypatch.setattr(hf, "other_code", lambda arguments: found.append(original(arguments)) or found[-1])
-    fake_graph.use(monkeypatch)
     subject = models.load("tiny", torch.float32, CPU)
     with patch(subject.model, "lean") as patched:
         for length in (64, 24):
@@ -406,8 +401,7 @@ def short_parts(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_long_text_is_read_and_generated_at_every_point(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_a_long_text_is_read_and_generated_at_every_point(tmp_path, captured):
     status, result = stream_bench(tmp_path, "--parts", "read")
     assert status == 0 and [row["tokens"] for row in result["rows"]] == [700, 1400] and not result["reasons"]
     for row in result["rows"]:
@@ -485,8 +479,7 @@ def test_a_step_of_a_hybrid_beside_its_floor(tmp_path):
     assert re.search(r"hybrids, with the number of their layers.*\| tiny \(4\) \|", report.report(tmp_path, ["hybrids"]), re.S)
 
 
-def test_replays_that_are_timed_leave_recurrent_states_as_they_were(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_replays_that_are_timed_leave_recurrent_states_as_they_were(captured):
     model = hf.random_model("qwen3_5_text", torch.float32, CPU, **hybrids.HYBRIDS["tiny"][1])
     with patch(model) as patched:
         prompt = runs.make_prompt([9], 128, CPU)
@@ -515,8 +508,7 @@ RECORDED = {"stops": [["\n", 3], ["Q:", 4]], "options": {"do_sample": False, "us
 
 
 @pytest.mark.slow
-def test_the_calls_of_an_evaluation_are_replayed(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_the_calls_of_an_evaluation_are_replayed(tmp_path, captured, monkeypatch):
     calls = [{"lengths": [9, 20, 14], "new": 5}, {"lengths": [8], "new": 7}]
     recorded = {"recorded": "lm-eval 0, a model, a task", "runs": [{"name": "a", "calls": calls} | RECORDED]}
     (tmp_path / "calls.json").write_text(evaluation.as_text(recorded))
@@ -568,8 +560,7 @@ def test_calls_of_lm_eval_are_recorded(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_kv_in_8_bits_have_a_speed(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_kv_in_8_bits_have_a_speed(tmp_path, captured, monkeypatch):
     monkeypatch.setattr(timing, "L2_BYTES", 1)
     monkeypatch.setattr(timing, "REPLAY_US", 1e-9)
     options = ["--shape", "tiny", "--reserve", "0", "--device", "cpu", "--out", str(tmp_path)]
@@ -609,8 +600,7 @@ def test_rounded_k_and_v_are_told_from_those_of_the_model(tmp_path):
 
 
 @pytest.mark.slow
-def test_first_tokens(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_first_tokens(tmp_path, captured):
     assert first_tokens.main(["--shape", "tiny", "--reserve", "0", "--device", "cpu", "--out", str(tmp_path)]) == 0
     chats, again = json.loads((tmp_path / "first_tokens_tiny.json").read_text())["rows"]
     assert len(chats["patched"]["before"]) == 2 * len(chats["lengths"]) and not chats["reasons"]
@@ -658,8 +648,7 @@ def test_two_processes_answer_in_turn(tmp_path):
 
 
 @pytest.mark.slow
-def test_rollouts_with_the_arguments_of_trl(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_rollouts_with_the_arguments_of_trl(tmp_path, captured_steps):
     options = ["--shape", "tiny", "--prompts", "2", "--samples", "2", "--prompt-tokens", "24", "--new", "8", "--rollouts", "2"]
     rows = rows_of(rollout.main, tmp_path, "rollout", *options, "--reserve", "0")
     assert [row["precision"] for row in rows] == ["autocast", "bf16"]
@@ -778,8 +767,7 @@ def test_published_points_stand_beside_the_shapes_of_their_figures():
 
 
 @pytest.mark.slow
-def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_backends_share_one_cache_and_are_checked_at_every_context(tmp_path, captured):
     arguments = ["--shape", "tiny-opt", "--contexts", "40,60,90", "--tokens", "8", "--repeats", "2", "--out", str(tmp_path)]
     assert paper_e2e.main([*arguments, "--outputs", "20,50,60", "--heads", "6", "--device", "cpu"]) == 0
     result = json.loads((tmp_path / "paper_e2e_tiny-opt_6_heads.json").read_text())

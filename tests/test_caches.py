@@ -9,7 +9,6 @@ import importlib
 import warnings
 from unittest.mock import Mock
 
-import fake_graph
 import models
 import numpy as np
 import pytest
@@ -282,14 +281,12 @@ UNREAD = {  # fields of the configuration from which Transformers makes caches, 
 
 
 @pytest.mark.parametrize("name", slow_unless(["window", "kinds of layers, a window for all", "read"].__contains__, UNREAD))
-def test_the_window_of_a_layer_is_that_of_its_mask(monkeypatch, name):
+def test_the_window_of_a_layer_is_that_of_its_mask(captured, name):
     model_type, own, windows = UNREAD[name]
-    fake_graph.use(monkeypatch)
     hf.warn_once.cache_clear()
     model, inputs = tiny(model_type, "sdpa", **own), prompts("left_padding", "cpu", length=24)
     expected = generate(model, inputs, use_cache=False, max_new_tokens=8)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as said:
         assert [kind.window for kind in hf.layer_kinds(model.config)] == windows
         cache = PreallocatedCache(model)
     told = [str(each.message) for each in said if "keep all tokens" in str(each.message)]
@@ -298,8 +295,7 @@ def test_the_window_of_a_layer_is_that_of_its_mask(monkeypatch, name):
     check_patched(model, inputs, expected)
 
 
-def test_the_text_of_a_composite_model_keeps_what_its_masks_show(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_the_text_of_a_composite_model_keeps_what_its_masks_show(captured):
     text = {"model_type": "llama", "sliding_window": 5, **COMMON}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
     own = {"text_config": text, "vision_config": {"model_type": "clip_vision_model", "patch_size": 8, **vision}}
@@ -309,9 +305,8 @@ def test_the_text_of_a_composite_model_keeps_what_its_masks_show(monkeypatch):
 
 
 @pytest.mark.parametrize("source", ["", "if", "attribute"])
-def test_code_that_does_not_show_the_windows_of_layers(monkeypatch, source):
+def test_code_that_does_not_show_the_windows_of_layers(captured, monkeypatch, source):
     """Its caches keep all tokens, and its masks are not made for it: no step is captured."""
-    fake_graph.use(monkeypatch)
     model, inputs = tiny("mistral", "sdpa", sliding_window=5), prompts("left_padding", "cpu", length=24)
     code = hf.caches.modeling_source(type(model.config))
     choice = "mask_function = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask"
@@ -335,8 +330,8 @@ def test_code_that_does_not_show_the_windows_of_layers(monkeypatch, source):
 
 
 @pytest.mark.parametrize("base, own", [("Mistral", {}), ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1})])
+@pytest.mark.usefixtures("captured")
 def test_models_in_a_file_of_their_own_have_the_windows_of_those_from_which_they_inherit(base, own, monkeypatch, tmp_path):
-    fake_graph.use(monkeypatch)
     monkeypatch.syspath_prepend(tmp_path)
     file = f"of_{base.lower()}"
     for part, name in (("configuration", f"{base}Config"), ("modeling", f"{base}ForCausalLM")):
@@ -475,10 +470,8 @@ def test_an_interrupted_forward_over_layers_of_several_kinds():
     expected = model(ids).logits
     with patch(model):
         cache = PreallocatedCache(model)
-        hook = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
+        with model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0), pytest.raises(ZeroDivisionError):
             model(ids, past_key_values=cache)
-        hook.remove()
         assert not cache.get_seq_length()
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected, rtol=1e-3, atol=1e-3)
 

@@ -29,11 +29,8 @@ def reads(monkeypatch):
             rows = len(ids) * max(options.get("num_return_sequences", 1), options.get("num_beams", 1))
             kinds = patch._generation.caches.kinds
             kept = chunks.least_bytes(model, kinds, rows, patch._generation.caches.kept(ids.shape[1] + 2))
-            hook = model.get_input_embeddings().register_forward_pre_hook(note)
-            try:
+            with model.get_input_embeddings().register_forward_pre_hook(note):
                 return model.generate(ids, **options), [shape for shape in lengths if shape[1] > 1]
-            finally:
-                hook.remove()
 
     return run
 

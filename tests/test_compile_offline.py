@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import test_forms
 import torch
+from calls import Launched
 from cases import slow_unless
 from conftest import INTERPRETED
 
@@ -97,22 +98,6 @@ class NewDevice(OfflineDriver):
         return self.number
 
 
-class CompileOnly:
-    """A Triton kernel that is compiled instead of being launched."""
-
-    def __init__(self, kernel, compiled: dict):
-        self.kernel, self.compiled = kernel, compiled
-
-    def __getattr__(self, name):
-        return getattr(self.kernel, name)
-
-    def __getitem__(self, grid):
-        def compile_instead(*args, **kwargs):
-            self.compiled[self.kernel.__name__] = self.kernel.warmup(*args, grid=grid, **kwargs)
-
-        return compile_instead
-
-
 @dataclass(frozen=True)
 class Binary:
     """A compiled kernel: bytes of shared memory, registers and bytes of stack (spills) per thread, code at three levels."""
@@ -160,6 +145,10 @@ def in_tile_loops(sass: str, instructions: str) -> list[int]:
 def compiling(module, kernels: tuple[str, ...], arch: int):
     """A context in which launches of these kernels compile them for `arch`; yields the compiled kernels by name."""
     compiled: dict = {}
+
+    def compile_only(kernel, grid, *args, **kwargs):
+        compiled[kernel.__name__] = kernel.warmup(*args, grid=grid, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", OfflineDriver(arch))
         patch.setattr(gpu, "arch", lambda device: arch)
@@ -170,7 +159,7 @@ def compiling(module, kernels: tuple[str, ...], arch: int):
         if hasattr(module, "_prepare"):  # it caches launches of another architecture
             patch.setattr(module, "_prepare", module._prepare.__wrapped__)
         for name in kernels:
-            patch.setattr(module, name, CompileOnly(getattr(module, name), compiled))
+            patch.setattr(module, name, Launched(getattr(module, name), compile_only))
         yield compiled
     assert set(compiled) == set(kernels)
 

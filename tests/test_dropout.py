@@ -114,7 +114,8 @@ def test_the_kernels_drop_weights_of_a_model_as_the_reference_does(packed, devic
     torch.testing.assert_close(train("lean"), expected, atol=1e-4, rtol=1e-3)
 
 
-def test_recomputation_drops_the_same_weights(device):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputation_drops_the_same_weights_and_selective_checkpointing_runs_the_forward_once(dropout, device):
     def policy(ctx, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if "flash_attn" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -124,7 +125,7 @@ def test_recomputation_drops_the_same_weights(device):
         return loss, *torch.autograd.grad(loss, (q, k, v))
 
     q, k, v = (torch.randn(1, heads, 9, 16, device=device, requires_grad=True) for heads in (4, 2, 2))
-    run = lambda q, k, v: training.attention("lean", q * 2.0, k, v, dropout=0.3)[0].square().sum()  # noqa: E731
+    run = lambda q, k, v: training.attention("lean", q * 2.0, k, v, dropout=dropout)[0].square().sum()  # noqa: E731
     again = partial(checkpoint, run, use_reentrant=False)
     saved = partial(again, context_fn=partial(create_selective_checkpoint_contexts, policy))
     torch._dynamo.reset()

@@ -395,12 +395,10 @@ def test_broken_backends_do_not_pass_and_a_right_one_does(dtype, registering, tm
 
 def test_a_prompt_that_is_nan_is_seen_in_decode_perplexity(tiny):
     model, tokenizer = checkpoint.model(num_hidden_layers=1), tiny[1]  # the steps of one layer do not depend on its output
-    hook = model.model.layers[0].self_attn.o_proj.register_forward_hook(
-        lambda module, arguments, out: out * math.nan if out.shape[1] > 1 else out
-    )
     given = perplexity.excerpts(tokenizer, data.text()[:200], rows=2, tokens=5, prompt=20)
-    assert all(math.isnan(nat) for row in perplexity.decode_nats(model, given) for nat in row)
-    hook.remove()
+    nan = lambda module, arguments, out: out * math.nan if out.shape[1] > 1 else out  # noqa: E731
+    with model.model.layers[0].self_attn.o_proj.register_forward_hook(nan):
+        assert all(math.isnan(nat) for row in perplexity.decode_nats(model, given) for nat in row)
     assert all(math.isfinite(nat) for row in perplexity.decode_nats(model, given) for nat in row)
 
 

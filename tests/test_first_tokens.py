@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import fake_graph
 import pytest
 import torch
-from models import VOCAB, family, longrope, prompts, tiny
+from models import VOCAB, chat, family, longrope, message, prompts, sizes, tiny
 from transformers import LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -26,10 +26,7 @@ from hf_fastattn.patches.graphs import graphs, policy, present, record, verify
 from hf_fastattn.patches.graphs.policy import Cost, choose, wanted
 from hf_fastattn.patches.graphs.state import Uncapturable
 
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch):
-    fake_graph.use(monkeypatch)
+pytestmark = pytest.mark.usefixtures("captured")
 
 
 @pytest.fixture
@@ -44,12 +41,7 @@ def cost_of(name: str) -> Cost:
 
 def ask(model, tokens, **options):
     """The answer to a prompt of so many tokens."""
-    ids = torch.randint(2, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
-    return model.generate(ids, **{"max_new_tokens": 4, "do_sample": False, **options})
-
-
-def sizes(patch) -> set[int]:
-    return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
+    return model.generate(message(tokens), **{"max_new_tokens": 4, "do_sample": False, **options})
 
 
 SIZES = [  # model, tokens, past, graphs, how often it came, largest size: the size
@@ -258,27 +250,18 @@ def forward(self, q, position_ids):
 @pytest.mark.parametrize("share", [0, 1e9])
 def test_a_new_cache_for_each_chat_captures_nothing_anew(llama, monkeypatch, share):
     monkeypatch.setattr(policy, "SHARE", share)
-    turns, captures = (30, 12, 9, 50), []
-
-    def chat(cache):
-        out, found = None, []
-        for tokens in turns:
-            ids = torch.randint(2, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
-            ids = ids if out is None else torch.cat([out, ids], 1)
-            out = llama.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
-            found.append(out)
-        return found
-
-    expected = chat(PreallocatedCache(llama))
+    messages, captures = [message(tokens) for tokens in (30, 12, 9, 50)], []
+    turns = lambda cache: chat(llama, messages, cache=cache, max_new_tokens=4)  # noqa: E731
+    expected = turns(PreallocatedCache(llama))
     with hf_fastattn.patch(llama) as patch:
         for _ in range(4):
             cache = PreallocatedCache(llama, 200)
-            assert all(map(torch.equal, chat(cache), expected))
+            assert all(map(torch.equal, turns(cache), expected))
             address = cache.layers[0].keys.data_ptr()
             captures.append((patch.captures, address))
             del cache
         cache = PreallocatedCache(llama, 2000)
-        assert all(map(torch.equal, chat(cache), expected)) and cache.storage.capacity == 2048
+        assert all(map(torch.equal, turns(cache), expected)) and cache.storage.capacity == 2048
         assert len({address for _, address in captures}) == 1 and captures[2] == captures[3] and not patch.reasons
 
 
@@ -633,25 +616,17 @@ IN_PARTS = ["llama", "mistral_window_below_prompt", "gpt_oss", "qwen2", "gemma2"
 def test_prompts_and_messages_are_read_in_parts(name, in_parts):
     """By graphs that other prompts have left, of any length, in a new cache and behind a text."""
     model = family(name, "cpu")
-    lengths, expected, read = (40, 8, 100, 77, 33, 130, 64), {}, {}
-
-    def chat(cache):
-        text, found = torch.zeros((1, 0), dtype=torch.int64), []
-        for tokens in lengths[:5]:
-            ids = torch.randint(2, VOCAB, (1, tokens), generator=torch.Generator().manual_seed(tokens))
-            text = model.generate(torch.cat([text, ids], 1), past_key_values=cache, max_new_tokens=3, do_sample=False)
-            found.append(text)
-        return found
-
+    lengths, read = (40, 8, 100, 77, 33, 130, 64), {}
+    turns = lambda cache: chat(model, [message(tokens) for tokens in lengths[:5]], cache=cache, max_new_tokens=3)  # noqa: E731
     expected = [ask(model, tokens) for tokens in lengths]
-    of_chat = chat(PreallocatedCache(model))
+    of_chat = turns(PreallocatedCache(model))
     with hf_fastattn.patch(model) as patch:
         for _ in range(2):
             for tokens, want in zip(lengths, expected, strict=True):
                 before = patch.replays, patch.captures
                 assert torch.equal(ask(model, tokens), want), tokens
                 read[tokens] = patch.replays - before[0] - 3, patch.captures - before[1]
-        assert all(map(torch.equal, chat(PreallocatedCache(model, 512)), of_chat))
+        assert all(map(torch.equal, turns(PreallocatedCache(model, 512)), of_chat))
         assert (patch.uncaptured, patch.reasons) == (0, [])
     assert read == {tokens: (-(-tokens // 32), 0) for tokens in lengths}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-import sys
 import threading
 import warnings
 from unittest.mock import Mock
@@ -14,9 +13,9 @@ import fake_graph
 import models
 import pytest
 import torch
-from calls import At
+from calls import At, events_of
 from cases import pairs, slow_unless
-from models import FAMILIES, PADDINGS, VOCAB, family, prompts, tiny
+from models import FAMILIES, PADDINGS, VOCAB, chat, family, message, prompts, sizes, tiny
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -72,10 +71,6 @@ def check_all(model, texts, expected, options) -> None:
         assert torch.equal(got.sequences, want.sequences)
         torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
         del got  # its cache, whose buffers the next call reuses
-
-
-def tokens_of_graphs(patch) -> set[int]:
-    return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
 
 
 def first_token(model, inputs):
@@ -286,27 +281,13 @@ def test_a_model_that_is_its_own_assistant_and_drafts_from_hidden_states(llama, 
 def test_short_messages_after_a_cached_text(name, padding):
     model = family(name, "cpu")
     model.set_attn_implementation("eager")
-    generator = torch.Generator().manual_seed(3)
-
-    def converse():
-        inputs, cache = prompts(padding, "cpu", rows=2), None
-        generator.manual_seed(3)
-        for words in (0, 5, 7, 1, 20, 6, 17, 24, 8):
-            if words:
-                message = torch.randint(2, VOCAB, (2, words), generator=generator)
-                inputs["input_ids"] = torch.cat([out.sequences, message], 1)  # noqa: F821
-                if "attention_mask" in inputs:
-                    more = inputs["input_ids"].shape[1] - inputs["attention_mask"].shape[1]
-                    inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, more), value=1)
-            out = generate(model, inputs, past_key_values=cache, max_new_tokens=3, return_dict_in_generate=True)
-            cache = out.past_key_values
-        return out.sequences
-
-    expected = converse()
+    text = prompts(padding, "cpu", rows=2)
+    messages = [text["input_ids"], *(message(tokens, 2) for tokens in (5, 7, 1, 20, 6, 17, 24, 8))]
+    expected = chat(model, messages, text.get("attention_mask"), max_new_tokens=3)
     with hf_fastattn.patch(model) as patch:
-        assert torch.equal(converse(), expected)
+        assert all(map(torch.equal, chat(model, messages, text.get("attention_mask"), max_new_tokens=3), expected))
         # Without padding that of 16 tokens reads longer messages in two parts.
-        assert tokens_of_graphs(patch) == ({1, 16} if padding == "no_padding" else {1, 16, 64})
+        assert sizes(patch) == ({1, 16} if padding == "no_padding" else {1, 16, 64})
         assert not patch.uncaptured and not patch.reasons
 
 
@@ -454,19 +435,10 @@ def of_a_subclass(model, method, name="forward"):
 @pytest.mark.parametrize("forward", [all_logits, last_logits])
 def test_which_logits_a_model_returns(llama, inputs, forward):
     of_a_subclass(llama, forward)
-    message, options = torch.arange(5, 18)[None], {"max_new_tokens": 3, "return_dict_in_generate": True}
-
-    def turns():
-        out, found = generate(llama, inputs, **options), []
-        for _ in range(4):
-            ids = torch.cat([out.sequences, message], 1)
-            out = generate(llama, {"input_ids": ids}, past_key_values=out.past_key_values, **options)
-            found.append(out.sequences)
-        return found
-
-    expected = turns()
+    messages = [inputs["input_ids"], *[torch.arange(5, 18)[None]] * 4]
+    expected = chat(llama, messages, max_new_tokens=3)
     with hf_fastattn.patch(llama, keep_graphs=True) as patch, warnings.catch_warnings(record=True, action="always") as said:
-        assert all(map(torch.equal, turns(), expected))
+        assert all(map(torch.equal, chat(llama, messages, max_new_tokens=3), expected))
         if forward is last_logits:
             assert patch.captures == 1 and patch.reasons == ["it returns logits of 1 of 16 tokens"] and said
         else:
@@ -578,7 +550,7 @@ def test_prompts_of_many_lengths_are_read_by_one_graph(name, padding):
     expected = [generate(model, text, **options) for text in texts]
     with hf_fastattn.patch(model) as patch:
         check_all(model, texts, expected, options)
-        assert tokens_of_graphs(patch) == {1, 128} and patch.captures == 2 and not patch.reasons
+        assert sizes(patch) == {1, 128} and patch.captures == 2 and not patch.reasons
         assert patch.replays == 3 + 4  # two prompts from Python, then three replayed; of the first step a rehearsal
 
 
@@ -655,7 +627,7 @@ def test_a_long_prompt_and_message_of_a_graph(length, monkeypatch):
         patch._graphs.costs = patch._graphs.costs[0], cost, 2048
         for _ in range(4):
             assert torch.equal(generate(llama, {"input_ids": ids}, max_new_tokens=4), want)
-        assert tokens_of_graphs(patch) == {1, 768 if length < 768 else 1024}  # the largest that the buffers hold
+        assert sizes(patch) == {1, 768 if length < 768 else 1024}  # the largest that the buffers hold
         for _ in range(3):  # the rest of the text as a message
             cache = first_token(llama, {"input_ids": ids[:, :cut]})
             cache.crop(cut - cache.get_seq_length())
@@ -689,16 +661,6 @@ def test_a_prompt_that_cannot_be_captured_is_read_from_python_and_not_tried_agai
         assert len(rehearsals) == 2 and len(surveys) == 1 and patch.captures == 1 and (patch.uncaptured, patch.reasons) == (0, [])
 
 
-def python_calls(function) -> int:
-    calls = []
-    sys.setprofile(lambda frame, event, argument: calls.append(event))
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls.count("call")
-
-
 def test_the_python_of_a_call_hardly_grows_with_the_number_of_layers(monkeypatch, inputs):
     found = []
     monkeypatch.setattr(fake_graph.RecordedGraph, "replay", lambda self: None)  # which runs each operation from Python
@@ -707,7 +669,8 @@ def test_the_python_of_a_call_hardly_grows_with_the_number_of_layers(monkeypatch
         with hf_fastattn.patch(model) as patch, torch.no_grad():
             for _ in range(4):
                 generate(model, inputs, max_new_tokens=2)
-            found.append(python_calls(lambda model=model: generate(model, inputs, max_new_tokens=2)))
+            events = events_of(lambda model=model: generate(model, inputs, max_new_tokens=2))
+            found.append(sum(event == "call" for event, _ in events))
             assert patch.captures == 2 and patch.replays == 7
     assert found[1] - found[0] <= 4 * 20
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import fake_graph
+import models
 import pytest
 import torch
-from models import FAMILIES, PADDINGS, family, longrope, prompts, tiny
+from models import FAMILIES, PADDINGS, chat, family, longrope, message, prompts, tiny
 
 import hf_fastattn
 from hf_fastattn.caches import PreallocatedCache, layers
@@ -22,11 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 NEW = 24
 # 20,000 decode steps of a tiny model take about a minute.
 SOAK_STEPS = 20_000
-
-
-def generate(model, inputs, **options):
-    torch.manual_seed(0)
-    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
+generate = functools.partial(models.generate, max_new_tokens=NEW)
 
 
 @pytest.fixture(autouse=True)
@@ -90,24 +88,12 @@ def test_forwards_that_call_the_model_directly(name, mode, padding):
 def test_messages_after_a_cached_text(name, monkeypatch):
     monkeypatch.undo()
     model = family(name, "cuda")
-    text = prompts("left_padding", "cuda", rows=2)
-
-    def converse():
-        inputs, cache, generator = dict(text), None, torch.Generator().manual_seed(3)
-        for words in (0, 5, 7, 40, 6, 33, 8, 50):
-            if words:
-                message = torch.randint(2, 128, (2, words), generator=generator).cuda()
-                inputs["input_ids"] = torch.cat([out.sequences, message], 1)  # noqa: F821
-                more = inputs["input_ids"].shape[1] - inputs["attention_mask"].shape[1]
-                inputs["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, more), value=1)
-            out = generate(model, inputs, past_key_values=cache, max_new_tokens=4, return_dict_in_generate=True)
-            cache = out.past_key_values
-        return out.sequences
-
+    ids, mask = prompts("left_padding", "cuda", rows=2).values()
+    messages = [ids, *(message(tokens, 2).cuda() for tokens in (5, 7, 40, 6, 33, 8, 50))]
     model.set_attn_implementation("eager")
-    expected = converse()
+    expected = chat(model, messages, mask, max_new_tokens=4)
     with hf_fastattn.patch(model) as patch:
-        assert torch.equal(converse(), expected)
+        assert all(map(torch.equal, chat(model, messages, mask, max_new_tokens=4), expected))
         assert patch.captures >= 3 and not patch.uncaptured
 
 
@@ -197,7 +183,6 @@ def test_streams_and_threads(llama):
     """Graphs share memory: replays from several streams must not overlap."""
     inputs = {rows: prompts("left_padding", "cuda", rows=rows) for rows in (1, 2, 3)}
     expected = {rows: generate(llama, inputs[rows], max_new_tokens=100) for rows in inputs}
-    wrong = []
     with hf_fastattn.patch(llama) as patch:
         for rows in inputs:
             generate(llama, inputs[rows], max_new_tokens=4)
@@ -206,15 +191,11 @@ def test_streams_and_threads(llama):
         def work(rows):
             with torch.cuda.stream(torch.cuda.Stream()):
                 for _ in range(5):
-                    if not torch.equal(generate(llama, inputs[rows], max_new_tokens=100), expected[rows]):
-                        wrong.append(rows)
+                    assert torch.equal(generate(llama, inputs[rows], max_new_tokens=100), expected[rows]), rows
 
-        threads = [threading.Thread(target=work, args=(rows,)) for rows in inputs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong and patch.captures == 3
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(work, inputs))  # which raises what a thread has raised
+        assert patch.captures == 3
 
 
 def test_a_sync_in_the_model_falls_back_and_the_gpu_stays_usable(llama, monkeypatch):
@@ -331,11 +312,11 @@ def test_soak():
     """Changing batches, lengths, prompts, adapters and weights: no wrong token, no leak, few captures."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    models = []
+    both = []
     for _ in range(2):
         torch.manual_seed(5)
-        models.append(peft.get_peft_model(tiny("llama", "lean", device="cuda"), config).eval())
-    plain, model = models
+        both.append(peft.get_peft_model(tiny("llama", "lean", device="cuda"), config).eval())
+    plain, model = both
     draw = random.Random(0)
     steps, memory = 0, []
     with hf_fastattn.patch(model) as patch:

@@ -35,11 +35,6 @@ def built(family):
     return model
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    fake_graph.use(monkeypatch)
-
-
 def padded(*spans):
     mask = torch.ones_like(IDS)
     for row, first, last in spans:
@@ -63,7 +58,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("family", slow_unless(["Qwen3_5", "FalconH1"].__contains__, KINDS))
-def test_generate_has_the_tokens_of_eager_and_captures_once(family, graphs):
+def test_generate_has_the_tokens_of_eager_and_captures_once(family, captured):
     model = built(family)
     assert [kind.name for kind in hf.layer_kinds(model.config)] == KINDS[family][1]
     expected = {name: generated(model, **way) for name, way in WAYS.items()}
@@ -79,7 +74,7 @@ def test_generate_has_the_tokens_of_eager_and_captures_once(family, graphs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])
-def test_twenty_calls_capture_once(family, graphs):
+def test_twenty_calls_capture_once(family, captured):
     model = built(family)
     texts = [IDS[i % 2 : i % 2 + 1, : 3 + i * 7 % 17] for i in range(20)]
     expected = [generated(model, text) for text in texts]
@@ -89,7 +84,7 @@ def test_twenty_calls_capture_once(family, graphs):
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "Lfm2"])
-def test_the_loop_runs_ahead_over_states_that_no_caller_has(family, graphs, monkeypatch):
+def test_the_loop_runs_ahead_over_states_that_no_caller_has(family, captured, monkeypatch):
     """The step too many enters the states: a cache of the caller does not get it, and the next call begins anew."""
     model, recorded = built(family), []
     monkeypatch.setattr(calls, "records_events", lambda device: True)
@@ -113,7 +108,7 @@ def test_the_loop_runs_ahead_over_states_that_no_caller_has(family, graphs, monk
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])
-def test_turns_copies_rows_and_files(family, graphs, tmp_path):
+def test_turns_copies_rows_and_files(family, captured, tmp_path):
     model, path = built(family), tmp_path / "cache"
     text = generated(model)
     more = torch.cat([text, IDS[:, :2]], 1)
@@ -174,7 +169,7 @@ def test_a_file_whose_metadata_lacks_a_state_too_is_refused_in_the_first_step(tm
 
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "FalconH1", "Lfm2"])
-def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs, tmp_path):
+def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, captured, tmp_path):
     model = built(family)
     with hf_fastattn.patch(model), torch.no_grad():
         cache = PreallocatedCache(model)
@@ -197,7 +192,7 @@ def test_a_forward_with_other_rows_is_refused_and_leaves_the_text(family, graphs
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
-def test_a_cache_is_refused_after_an_interrupted_forward_from_python(error, graphs, monkeypatch):
+def test_a_cache_is_refused_after_an_interrupted_forward_from_python(error, captured, monkeypatch):
     model = built("Qwen3_5")
     expected = generated(model)
     with hf_fastattn.patch(model), torch.no_grad():
@@ -214,7 +209,7 @@ def test_a_cache_is_refused_after_an_interrupted_forward_from_python(error, grap
 
 
 @pytest.mark.parametrize("family, interrupted", [("Qwen3_5", 1), ("Zamba", 1), ("Zamba", 2)])
-def test_a_step_is_undone_bit_for_bit_or_the_cache_is_refused(family, interrupted, graphs, monkeypatch):
+def test_a_step_is_undone_bit_for_bit_or_the_cache_is_refused(family, interrupted, captured, monkeypatch):
     """The first replay of a call has a mark, as the model is compared meanwhile; a later one has none."""
     model = built(family)
     expected, replay, before = generated(model), fake_graph.RecordedGraph.replay, []
@@ -239,7 +234,7 @@ def test_a_step_is_undone_bit_for_bit_or_the_cache_is_refused(family, interrupte
         assert torch.equal(generated(model, past_key_values=cache), expected)
 
 
-def test_a_state_that_the_user_keeps_or_replaces(graphs):
+def test_a_state_that_the_user_keeps_or_replaces(captured):
     model = built("Qwen3_5")
     expected = generated(model)
     with hf_fastattn.patch(model) as patch:
@@ -264,7 +259,7 @@ def test_a_state_that_the_user_keeps_or_replaces(graphs):
     assert torch.equal(more, generated(model, torch.cat([text, IDS[:, :1]], 1)))
 
 
-def test_what_needs_k_and_v_in_all_layers_refuses_a_hybrid(graphs):
+def test_what_needs_k_and_v_in_all_layers_refuses_a_hybrid(captured):
     model, cache = built("Lfm2"), PreallocatedCache(built("Lfm2"))
     with pytest.raises(ValueError, match=r'rolling cache needs layers .* recurrent states\. .*patch\(model, "lean"\)'):
         hf_fastattn.patch(model, "streaming", window=64)

@@ -21,6 +21,7 @@ import oracle
 import pytest
 import tolerance
 import torch
+from calls import Launched
 from cases import CASES, DTYPES, ON_GPU, Case, cover, make, slow_unless
 from conftest import DEVICE, INTERPRETED
 from hypothesis import given, settings
@@ -113,32 +114,20 @@ def without_fixed_splits(patch) -> None:
     patch.setattr(schedule, "brief", lambda *args: None)
 
 
-class _Counted:
-    """A Triton kernel that counts its launches."""
-
-    def __init__(self, kernel, name: str, counter: Counter):
-        self.kernel, self.name, self.counter = kernel, name, counter
-
-    def __getattr__(self, name):
-        return getattr(self.kernel, name)
-
-    def __getitem__(self, grid):
-        def run(*args, **kwargs):
-            self.counter[self.name] += 1
-            return self.kernel[grid](*args, **kwargs)
-
-        return run
-
-
 @contextmanager
 def counted_launches(kernel: Kernel):
     counter = Counter()
+
+    def count(launched, grid, *args, **kwargs):
+        counter[launched.__name__] += 1
+        return launched[grid](*args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         if hasattr(kernel.module, "_prepare"):  # cached launches are not counted
             patch.setattr(kernel.module, "_prepare", kernel.module._prepare.__wrapped__)
         for name in kernel.launches + kernel.other:
             module = kernel.module if hasattr(kernel.module, name) else split_kv
-            patch.setattr(module, name, _Counted(getattr(module, name), name, counter))
+            patch.setattr(module, name, Launched(getattr(module, name), count))
         yield counter
 
 

@@ -6,7 +6,6 @@ import io
 import itertools
 from contextlib import nullcontext
 
-import fake_graph
 import models
 import oracle
 import pytest
@@ -202,8 +201,7 @@ def llama():
 
 
 @pytest.mark.parametrize("name, padding", slow_unless(ALL[::4].__contains__, ALL))
-def test_generate_is_that_over_rounded_k_and_v(monkeypatch, llama, name, padding):
-    fake_graph.use(monkeypatch)
+def test_generate_is_that_over_rounded_k_and_v(captured, llama, name, padding):
     inputs = prompts(padding, "cpu", length=60)
     options = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True, **CALLS[name]}
     plain = generate(llama, inputs, **options)
@@ -233,9 +231,8 @@ def test_backends_and_steps_without_a_graph(llama, backend, kv_dtype):
     assert all(isinstance(layer, ByteLayer) and layer.buffers[0].dtype == torch.uint8 for layer in cache.layers)
 
 
-def test_turns_messages_lookup_and_cropping(monkeypatch, llama):
+def test_turns_messages_lookup_and_cropping(captured, llama):
     """A message of many tokens behind a past reads K and V that are written out; prompt lookup reads some queries at once."""
-    fake_graph.use(monkeypatch)
     ids = prompts("no_padding", "cpu", rows=1, length=90)["input_ids"]
 
     def chat(cache):
@@ -294,8 +291,7 @@ def test_beams_permute_scales_and_centres(llama, device):
             assert torch.equal(layer.keys, keys[index]) and torch.equal(layer.values, values[index])
 
 
-def test_layers_with_a_window_keep_k_and_v(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_layers_with_a_window_keep_k_and_v(captured):
     model = tiny("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1)
     inputs = prompts("no_padding", "cpu", length=40)
     with hf_fastattn.patch(model, kv_dtype="fp8") as patch:
@@ -323,9 +319,8 @@ def test_other_attention_gets_plain_k_and_v(llama):
     assert {warning.filename for warning in said if "in 8 bits" in str(warning.message)} == {models.__file__}  # has generate()
 
 
-def test_autocast(monkeypatch, llama):
+def test_autocast(captured, llama):
     """Queries and keys are rotated in float32, and values are in bfloat16."""
-    fake_graph.use(monkeypatch)
     options = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_logits": True}
     inputs, found = prompts("left_padding", "cpu", length=40), []
     for kv_dtype in (None, "int8"):
@@ -336,8 +331,7 @@ def test_autocast(monkeypatch, llama):
     assert (logits[1] - second).abs().max() < 0.1 * second.abs().max()
 
 
-def test_a_cache_of_the_caller_keeps_its_dtype(monkeypatch, llama):
-    fake_graph.use(monkeypatch)
+def test_a_cache_of_the_caller_keeps_its_dtype(captured, llama):
     inputs = prompts("no_padding", "cpu", length=40)
     for kv_dtype, own in (("int8", None), (None, "int8"), ("int8", "fp8"), ("int8", "int8")):
         with hf_fastattn.patch(llama, kv_dtype=kv_dtype):

@@ -1,6 +1,5 @@
 """A layer in one file that caches one tensor: the latents of K and V, and the rotated part of K, side by side."""
 
-import fake_graph
 import pytest
 import torch
 from models import PADDINGS, prompts, tiny
@@ -36,8 +35,7 @@ class LatentCache(PreallocatedCache):
 
 
 @pytest.fixture
-def model(monkeypatch):
-    fake_graph.use(monkeypatch)
+def model(captured):
     return tiny("deepseek_v3", **SHAPE, **MODEL, moe_intermediate_size=32, first_k_dense_replace=9)
 
 

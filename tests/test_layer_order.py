@@ -3,7 +3,6 @@
 import copy
 from functools import partial
 
-import fake_graph
 import models
 import pytest
 import torch
@@ -36,7 +35,7 @@ def ordered(name: str, order: tuple[int, ...], attention: str = "sdpa"):
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_layers_run_in_any_order(monkeypatch, name, order, padding):
+def test_layers_run_in_any_order(captured_steps, monkeypatch, name, order, padding):
     indices = ORDERS[order]
     if name == "both kinds":  # each stays among layers of its kind, because masks belong to positions in a model
         indices = {"swapped": (1, 0, 2, 3), "reversed": (1, 0, 3, 2)}.get(order) or pytest.skip("no other order keeps the kinds")
@@ -44,7 +43,6 @@ def test_layers_run_in_any_order(monkeypatch, name, order, padding):
     inputs = prompts(padding, "cpu", rows=2)
     expected = generate(model, inputs)
     assert torch.equal(generate(model, inputs, past_key_values=PreallocatedCache(model)), expected)
-    fake_graph.use(monkeypatch, prompts=False)
     monkeypatch.setattr(layers, "KEEP", 4)
     monkeypatch.setattr(layers, "SLACK", 8)
     for graph in (False, True):
@@ -146,8 +144,7 @@ def test_layers_that_did_not_run_continue_at_their_length():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2", "mistral_window_below_prompt"])
-def test_an_early_exit_drafts_with_some_of_the_layers(monkeypatch, name):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_an_early_exit_drafts_with_some_of_the_layers(captured_steps, name):
     model_type, own = FAMILIES[name]
     model = tiny(model_type, **own)
     model.generation_config.assistant_confidence_threshold, model.generation_config.num_assistant_tokens = 0.0, 5
@@ -172,8 +169,7 @@ def streams(model, **options):
 
 
 @pytest.mark.parametrize("order", ["swapped", "reversed"])
-def test_a_rolling_cache_takes_layers_in_any_order(monkeypatch, order):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_a_rolling_cache_takes_layers_in_any_order(captured_steps, order):
     model = ordered("llama", ORDERS[order])
     inputs = prompts("left_padding", "cpu", rows=2)
     with streams(model, cache=None, graph=False):
@@ -186,16 +182,13 @@ def test_a_rolling_cache_takes_layers_in_any_order(monkeypatch, order):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_rolling_cache_refuses_layers_that_lack_tokens(monkeypatch, graph):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_a_rolling_cache_refuses_layers_that_lack_tokens(captured_steps, graph):
     model = tiny("llama")
     inputs = prompts("no_padding", "cpu", rows=1)
 
     def fail_then_refuse(given, cache):
-        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with model.model.layers[0].register_forward_hook(lambda *args: 1 / 0), pytest.raises(ZeroDivisionError):
             model(**given, past_key_values=cache)
-        hook.remove()
         with pytest.raises(ValueError, match="was interrupted"):
             model(**given, past_key_values=cache)
 

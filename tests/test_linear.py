@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 
-import fake_graph
 import pytest
 import torch
 from cases import slow_unless
@@ -159,11 +158,6 @@ def model_of(family="llama", linear_map="elu", **own):
     return model
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
-
-
 WAYS = {"no_padding": {}, "left_padding": {}, "holes": {}, "beams": {"num_beams": 3}, "chunks": {"prefill_chunk_size": 8}}
 
 
@@ -171,7 +165,7 @@ GENERATED = [*itertools.product(("llama", "mistral"), MAPS)]
 
 
 @pytest.mark.parametrize("family, name", slow_unless(GENERATED[::3].__contains__, GENERATED))
-def test_generate_is_captured_and_has_the_tokens_without_a_cache(family, name, graphs):
+def test_generate_is_captured_and_has_the_tokens_without_a_cache(family, name, captured_steps):
     model = model_of(family, name, **{"sliding_window": None} if family == "mistral" else {})
     with hf_fastattn.patch(model, "linear") as patch:
         assert "an approximation" in str(patch)
@@ -186,7 +180,7 @@ def test_generate_is_captured_and_has_the_tokens_without_a_cache(family, name, g
 
 
 @pytest.mark.parametrize("graph", [True, False])
-def test_another_map_is_noticed_by_graphs_and_caches(graph, graphs):
+def test_another_map_is_noticed_by_graphs_and_caches(graph, captured_steps):
     model, given = model_of(), prompts("left_padding", "cpu", length=24)
     with hf_fastattn.patch(model, "linear", graph=graph), torch.no_grad():
         cache, found = LinearCache(model), set()
@@ -305,7 +299,7 @@ def test_attention_refuses_what_the_sums_cannot_have():
         other(ids, past_key_values=LinearCache(other))
 
 
-def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, graphs, monkeypatch):
+def test_a_distilled_model_is_saved_loaded_and_generated_from(tmp_path, captured_steps, monkeypatch):
     model, given = tiny("llama", "sdpa"), prompts("left_padding", "cpu", length=24)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     texts = [torch.randint(3, 100, (4, 32), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]

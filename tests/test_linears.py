@@ -367,7 +367,7 @@ def test_a_result_that_is_changed_on_its_way_is_added_again(change):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_joined_layers_are_copied_and_pickled():
+def test_fused_and_joined_layers_are_copied_and_pickled():
     """They may be fused twice."""
     model = tiny("llama")
     layer = model.model.layers[0].self_attn
@@ -375,8 +375,9 @@ def test_joined_layers_are_copied_and_pickled():
     assert projections.join(model) == [layer]
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert type(twin) is type(layer) and torch.equal(twin.q_proj.weight, layer.q_proj.weight)
-        subclass.restore([twin])
-        assert type(twin).__bases__ == (torch.nn.Module,)
+        assert type(twin.q_proj) is type(layer.q_proj) is not torch.nn.Linear
+        subclass.restore([twin, twin.q_proj])
+        assert type(twin).__bases__ == (torch.nn.Module,) and type(twin.q_proj) is torch.nn.Linear
 
 
 def make_the_weight_an_attribute(layer):

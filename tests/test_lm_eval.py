@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 import checkpoint
-import fake_graph
 from cases import slow_unless
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
@@ -55,8 +54,7 @@ def flat(answers) -> list:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_answers_to_every_type_of_request_are_those_of_hf(chat, folder, manager, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_answers_to_every_type_of_request_are_those_of_hf(chat, folder, manager, captured, monkeypatch):
     monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)  # seconds
     found = {}
     for name, own in (("hf", "attn_implementation=eager"), ("hf-fastattn", "backend=lean")):
@@ -85,8 +83,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", slow_unless(["of HFLM", "static", "auto"].__contains__, OPTIONS))
-def test_options_of_patch_reach_it_and_the_others_hflm(name, folder, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_options_of_patch_reach_it_and_the_others_hflm(name, folder, captured):
     options, static = OPTIONS[name], name == "static"
     gen_kwargs = {"cache_implementation": "static"} if static else {}
     lm = created(folder, **options)
@@ -126,9 +123,8 @@ def test_conflicts_are_sentences_before_the_model_is_loaded_and_other_refusals(f
     assert errors[0] == errors[1] and "no_such_argument" in errors[0]
 
 
-def test_an_adapter_is_applied(folder, tmp_path, monkeypatch):
+def test_an_adapter_is_applied(folder, tmp_path, captured):
     peft = pytest.importorskip("peft")
-    fake_graph.use(monkeypatch)
     config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_alpha=32)
     torch.manual_seed(0)
     peft.get_peft_model(checkpoint.model(), config).save_pretrained(tmp_path)
@@ -139,8 +135,7 @@ def test_an_adapter_is_applied(folder, tmp_path, monkeypatch):
     assert without.patch is not adapted.patch and without.patch.replays  # two models beside each other
 
 
-def test_a_model_object_stays_patched_and_a_patched_one_is_used(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_a_model_object_stays_patched_and_a_patched_one_is_used(captured):
     model, tokenizer = checkpoint.model(), checkpoint.tokenizer()
     eager = texts(get_model("hf")(pretrained=model, tokenizer=tokenizer, batch_size=2))
     first = FastHFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, backend="split_kv")

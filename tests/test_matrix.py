@@ -87,8 +87,7 @@ def lean_by(monkeypatch):
     registry.register(lean)
 
 
-def test_a_wrong_mask_and_a_raw_error_are_detected(monkeypatch, lean_by):
-    fake_graph.use(monkeypatch)
+def test_a_wrong_mask_and_a_raw_error_are_detected(captured, lean_by):
     lean_by(_blind)
     cells = run("Qwen3ForCausalLM")["cells"]
     assert cells["forward.no_padding"]["result"] == cells["lean.no_padding"]["result"] == matrix.EQUAL
@@ -99,8 +98,7 @@ def test_a_wrong_mask_and_a_raw_error_are_detected(monkeypatch, lean_by):
     assert {cell["result"] for cell in cells.values()} == {matrix.WRONG} and "RuntimeError" in cells["forward.holes"]["said"][0]
 
 
-def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_detected(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_a_backend_that_is_never_called_and_a_graph_that_is_not_captured_are_detected(captured, monkeypatch):
     monkeypatch.setattr(forwards.Forwards, "__call__", lambda self, **given: self.run(**given))
     cells = run("Qwen3ForCausalLM")["cells"]
     assert cells["patch.no_padding"]["result"] == matrix.WRONG and cells["lean.no_padding"]["result"] == matrix.EQUAL

@@ -94,12 +94,10 @@ def fail(cache, model, tmp_path, error=RuntimeError):
         if len(calls) == 3:
             raise error("in the middle")
 
-    hook = layer.register_forward_hook(raises)
     inputs = prompts("no_padding", "cpu")
     inputs["input_ids"] = inputs["input_ids"].repeat(1, 2)
-    with pytest.raises(error):
+    with layer.register_forward_hook(raises), pytest.raises(error):
         generate(model, inputs, past_key_values=cache)
-    hook.remove()
     assert len(calls) == 3
 
 
@@ -134,8 +132,7 @@ def test_a_dropped_cache_frees_its_memory(buffers, name, use, tmp_path):
 
 @pytest.mark.parametrize("end", ["undo", "del", "del the model first", "deepcopy", "exception"])
 @pytest.mark.parametrize("kind", ["preallocated", "rolling"])
-def test_a_patched_model_frees_its_memory(buffers, monkeypatch, kind, end):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_a_patched_model_frees_its_memory(buffers, captured_steps, kind, end):
     model = tiny("llama")
     patch = patched(model, kind)
     for rows in (1, 2, 3, 2):
@@ -167,8 +164,7 @@ def test_a_patched_model_frees_its_memory(buffers, monkeypatch, kind, end):
 
 
 @pytest.mark.parametrize("kind", ["preallocated", "rolling"])
-def test_a_cache_that_outlives_its_model_keeps_only_its_own_memory(buffers, monkeypatch, kind):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_a_cache_that_outlives_its_model_keeps_only_its_own_memory(buffers, captured_steps, kind):
     model = tiny("llama")
     patch = patched(model, kind)
     generate(model, prompts("no_padding", "cpu", rows=1))
@@ -195,8 +191,7 @@ TRAINED = {  # what a training step calls
 
 
 @pytest.mark.parametrize("what", TRAINED)
-def test_a_training_step_frees_large_idle_buffers_and_their_graphs(buffers, monkeypatch, what):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_a_training_step_frees_large_idle_buffers_and_their_graphs(buffers, captured_steps, monkeypatch, what):
     model, inputs = tiny("llama").train(), prompts("left_padding", "cpu")
     with patched(model, "preallocated") as patch:
         cache = generate(model, prompts("left_padding", "cpu", rows=2), return_dict_in_generate=True).past_key_values

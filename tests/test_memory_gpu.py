@@ -9,8 +9,10 @@ from models import VOCAB, tiny
 
 import hf_fastattn
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("without_collector"),
+]
 
 LONGEST = 420
 
@@ -48,26 +50,22 @@ def converse(model, rows: int, length: int, padded: bool) -> None:
 def test_a_hundred_conversations_allocate_no_more_than_two_of_each_batch_size(kind, rows):
     for _ in range(2):  # one-time allocations of torch and Triton precede the measurement
         gc.collect()
-        gc.disable()
-        try:
-            start, model = allocated(), tiny("llama", device="cuda")
-            loaded = allocated()
-            patch = patched(model, kind)
-            for each in rows:
-                for padded in (False, True):
-                    converse(model, each, LONGEST, padded)
-            captures, early = patch.captures, allocated()
-            for number in range(100):
-                converse(model, rows[number % len(rows)], 20 + 37 * number % (LONGEST - 19), number % 4 == 1)
-            converse(model, rows[-1], LONGEST, True)  # the last tensors of a step have the same sizes
-            assert patch.captures == captures and patch.replays > 900
-            late = allocated()
-            patch.undo()
-            undone = allocated()
-            del patch, model
-            gone = allocated()
-        finally:
-            gc.enable()
+        start, model = allocated(), tiny("llama", device="cuda")
+        loaded = allocated()
+        patch = patched(model, kind)
+        for each in rows:
+            for padded in (False, True):
+                converse(model, each, LONGEST, padded)
+        captures, early = patch.captures, allocated()
+        for number in range(100):
+            converse(model, rows[number % len(rows)], 20 + 37 * number % (LONGEST - 19), number % 4 == 1)
+        converse(model, rows[-1], LONGEST, True)  # the last tensors of a step have the same sizes
+        assert patch.captures == captures and patch.replays > 900
+        late = allocated()
+        patch.undo()
+        undone = allocated()
+        del patch, model
+        gone = allocated()
     assert late == early, "conversations leave memory behind"
     assert undone == loaded, "undo() leaves memory behind"
     assert gone == start, "the model leaves memory behind"
@@ -75,15 +73,10 @@ def test_a_hundred_conversations_allocate_no_more_than_two_of_each_batch_size(ki
 
 @pytest.mark.parametrize("kind", ["preallocated", "rolling"])
 def test_a_dropped_model_frees_its_graphs_and_buffers(kind):
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(3):
-            start, model = allocated(), tiny("llama", device="cuda")
-            patched(model, kind)
-            converse(model, 1, 100, False)
-            converse(model, 2, 100, True)
-            del model
-        assert allocated() == start
-    finally:
-        gc.enable()
+    for _ in range(3):
+        start, model = allocated(), tiny("llama", device="cuda")
+        patched(model, kind)
+        converse(model, 1, 100, False)
+        converse(model, 2, 100, True)
+        del model
+    assert allocated() == start

@@ -78,8 +78,7 @@ class ReversedCache(StoredCache):
 
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("model_type", ["llama", "opt", "qwen2"])
-def test_a_custom_cache_runs_under_patch_with_a_graph(model_type, padding, monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_a_custom_cache_runs_under_patch_with_a_graph(model_type, padding, captured_steps):
     model, inputs = tiny(model_type), prompts(padding, "cpu")
     options = {"max_new_tokens": 8, "do_sample": False}
     model.set_attn_implementation("eager")
@@ -92,9 +91,8 @@ def test_a_custom_cache_runs_under_patch_with_a_graph(model_type, padding, monke
         assert patch.captures == 2 and patch.replays == 2 * 6 and not patch.reasons
 
 
-def test_the_loop_waits_for_a_cache_that_cannot_be_cropped(monkeypatch):
+def test_the_loop_waits_for_a_cache_that_cannot_be_cropped(captured_steps, monkeypatch):
     """The caller would find a token too many in it."""
-    fake_graph.use(monkeypatch, prompts=False)
     monkeypatch.setattr(calls, "records_events", lambda device: True)
     monkeypatch.setattr(torch, "Event", fake_graph.Event)
     model, inputs = tiny("llama"), prompts("no_padding", "cpu", rows=1)
@@ -107,8 +105,7 @@ def test_the_loop_waits_for_a_cache_that_cannot_be_cropped(monkeypatch):
         assert found[0, PROMPT:].tolist() == new[: new.index(eos) + 1] and cache.get_seq_length() == found.shape[1] - 1
 
 
-def test_a_cache_learns_of_the_end_of_a_forward_may_replace_the_output_and_is_refused_for_other_rows(monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
+def test_a_cache_learns_of_the_end_of_a_forward_may_replace_the_output_and_is_refused_for_other_rows(captured_steps):
     failed = []
 
     class NegatedCache(ReversedCache):
@@ -124,10 +121,9 @@ def test_a_cache_learns_of_the_end_of_a_forward_may_replace_the_output_and_is_re
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(model.generate(**inputs, past_key_values=NegatedCache(model, PROMPT + 20), **options), expected)
         assert patch.replays == 6 and not any(failed)
-        hook = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError), torch.no_grad():
+        fails = model.model.layers[0].register_forward_hook(lambda *args: 1 / 0)
+        with fails, pytest.raises(ZeroDivisionError), torch.no_grad():
             model(**inputs, past_key_values=NegatedCache(model, PROMPT))
-        hook.remove()
         assert failed[-1]
         cache = ReversedCache(model, PROMPT + 20)
         model.generate(**prompts("no_padding", "cpu", rows=2), past_key_values=cache, max_new_tokens=2, do_sample=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from unittest.mock import Mock
 
 import fake_graph
 import pytest
@@ -230,14 +231,9 @@ def test_an_interrupted_forward_and_an_undone_patch():
         cache = PagedCache(model, page_size=16)
         with torch.inference_mode():
             generate(model, inputs, max_new_tokens=2, past_key_values=cache)
-
-        def interrupt(*given):
-            raise KeyboardInterrupt
-
-        hook = model.model.layers[1].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        interrupted = model.model.layers[1].register_forward_pre_hook(Mock(side_effect=KeyboardInterrupt))
+        with interrupted, pytest.raises(KeyboardInterrupt):
             generate(model, turn, max_new_tokens=2, past_key_values=cache)
-        hook.remove()
         longer = {"input_ids": later, "attention_mask": torch.nn.functional.pad(turn["attention_mask"], (0, 8), value=1)}
         with pytest.raises(ValueError, match="now lack tokens"):
             generate(model, longer, max_new_tokens=2, past_key_values=cache)

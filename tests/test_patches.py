@@ -125,11 +125,10 @@ def test_a_second_call_of_another_length_neither_reallocates_nor_recaptures(capt
 
 
 @pytest.mark.parametrize("padding", ["left_padding", "holes"])
-def test_a_mask_is_part_of_the_graph(captured, llama, monkeypatch, padding):
+def test_a_mask_is_part_of_the_graph(captured_steps, llama, monkeypatch, padding):
     """No mask is built outside of the graph, and prompts of other lengths leave no values in it."""
     monkeypatch.setattr(hf_fastattn.hf, "decode_mask", None)
     lengths = (60, 96, 30)
-    fake_graph.only_steps(monkeypatch)
     llama.set_attn_implementation("eager")
     expected = {length: generate(llama, prompts(padding, "cpu", length=length)) for length in lengths}
     with hf_fastattn.patch(llama) as patch:
@@ -141,8 +140,7 @@ def test_a_mask_is_part_of_the_graph(captured, llama, monkeypatch, padding):
         assert patch.captures == 1
 
 
-def test_each_batch_size_has_a_graph_and_growth_makes_new_ones(captured, llama, monkeypatch):
-    fake_graph.only_steps(monkeypatch)
+def test_each_batch_size_has_a_graph_and_growth_makes_new_ones(captured_steps, llama):
     inputs = [prompts("no_padding", "cpu", rows=rows) for rows in (1, 2, 3)]
     assert same(llama, *inputs, calls=2).captures == 3
     long = prompts("no_padding", "cpu", length=300)
@@ -301,8 +299,7 @@ def test_graph_on_the_cpu_warns_that_it_is_off(llama):
         assert "decode graph: off, as the model is on cpu" in str(patch)
         with pytest.warns(UserWarning, match="graphs are for CUDA devices"):
             assert torch.equal(generate(llama, inputs), expected)
-    with hf_fastattn.patch(llama, graph=False), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with hf_fastattn.patch(llama, graph=False), warnings.catch_warnings(action="error", category=UserWarning):
         assert torch.equal(generate(llama, inputs), expected)
 
 
@@ -389,8 +386,7 @@ def test_rehearsals_of_two_models_restore_the_process(monkeypatch):
             shown.append(str(error))
         first_is_out.set()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         threads = [threading.Thread(target=rehearse, args=(body,)) for body in (first, second)]
         threads[0].start()
         first_is_in.wait(5)
@@ -626,9 +622,8 @@ def first_tokens(inputs, text, count: int) -> dict:
 
 
 @BOTH_CACHES
-def test_graphs_do_not_write_to_buffers_that_were_replaced(options, monkeypatch):
+def test_graphs_do_not_write_to_buffers_that_were_replaced(options, captured):
     """Between two steps, where beams then continue other rows, and between two calls over one cache."""
-    fake_graph.use(monkeypatch)
     inputs = prompts("no_padding", "cpu", rows=1)
 
     def replace(ids, scores):
@@ -685,9 +680,8 @@ def test_a_failed_rehearsal_restores_the_pools_buffers(captured, llama, error):
             assert torch.equal(generate(llama, padded), expected[0]) and patch.captures == 2
 
 
-def test_linear_layers_are_told_that_they_are_in_a_graph(monkeypatch):
+def test_linear_layers_are_told_that_they_are_in_a_graph(captured):
     """Only inside a graph: not in prefill, and not in uncaptured steps. Without graphs no layer is changed."""
-    fake_graph.use(monkeypatch)
     model, seen = tiny("llama"), queue.SimpleQueue()  # not a list: a step that changes the closure of its code is not captured
     own = model.lm_head.forward
     model.lm_head.forward = lambda x: (seen.put(steps.captured()), own(x))[1]

@@ -55,8 +55,7 @@ inputs = prompts('left_padding', 'cpu', length=24)
 ask = dict(max_new_tokens=6, do_sample=False)
 expected = twin.generate(**inputs, **ask)
 assert torch.equal(model.generate(**inputs, **ask), expected)
-with warnings.catch_warnings():
-    warnings.simplefilter('ignore')
+with warnings.catch_warnings(action='ignore'):
     with hf_fastattn.patch(model) as patch:
         assert torch.equal(model.generate(**inputs, **ask), expected)
     with hf_fastattn.patch(model, 'streaming', window=64):

@@ -10,7 +10,7 @@ import warnings
 import fake_graph
 import pytest
 import torch
-from models import prompts, tiny
+from models import prompts, sizes, tiny
 
 import hf_fastattn
 from benchmarks import quantised
@@ -58,15 +58,13 @@ def check_tokens(model, inputs, expected, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ON_THE_CPU)
-def test_steps_are_captured_and_tokens_are_those_of_the_unpatched_model(monkeypatch, scheme):
-    fake_graph.use(monkeypatch)
+def test_steps_are_captured_and_tokens_are_those_of_the_unpatched_model(captured, scheme):
     model, inputs = load(scheme), prompts("left_padding", "cpu")
     classes = [type(module) for module in projections(model)]
     expected = generate(model, inputs, output_logits=True, return_dict_in_generate=True)
     with hf_fastattn.patch(model, graph=False):
         check_tokens(model, inputs, expected, scheme)
-    with warnings.catch_warnings(), hf_fastattn.patch(model) as patch:
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"), hf_fastattn.patch(model) as patch:
         for _ in range(3):
             check_tokens(model, inputs, expected, scheme)
         assert patch.captures == 2 and patch.replays == 33 and not patch.uncaptured  # of steps, and of the third prompt
@@ -74,9 +72,8 @@ def test_steps_are_captured_and_tokens_are_those_of_the_unpatched_model(monkeypa
 
 
 @pytest.mark.parametrize("kind", ["PerTensor", "PerRow"])
-def test_tokens_with_one_scale_are_not_padded(monkeypatch, kind):
+def test_tokens_with_one_scale_are_not_padded(captured, kind):
     """A graph of several tokens has padding, which would change the scale of the others."""
-    fake_graph.use(monkeypatch)
     pytest.importorskip("torchao", minversion="0.18")
     from torchao.float8.inference import Float8MMConfig
     from torchao.quantization import Float8Tensor, granularity
@@ -87,17 +84,14 @@ def test_tokens_with_one_scale_are_not_padded(monkeypatch, kind):
     for layer in projections(model):
         layer.weight = torch.nn.Parameter(Float8Tensor.from_hp(layer.weight.detach(), granularity=each, **options), False)
 
-    def sizes():
-        return {entry.tokens for held in patch._graphs.entries.values() for entry in held if entry.graph}
-
     whole = kind == "PerTensor"
     with hf_fastattn.patch(model) as patch:
         for _ in range(3):
             generate(model, inputs, new=3)
-        assert sizes() == ({1} if whole else {1, 128}) and not patch.reasons  # prompts run from Python without a word
+        assert sizes(patch) == ({1} if whole else {1, 128}) and not patch.reasons  # prompts run from Python without a word
         generate(model, inputs | {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1})
         assert [reason[:49] for reason in patch.reasons] == ["a layer quantises the inputs of all tokens by one"] * whole
-        assert (sizes() == {1}) == whole
+        assert (sizes(patch) == {1}) == whole
 
 
 @pytest.mark.parametrize("scheme", ON_THE_CPU)
@@ -139,8 +133,7 @@ def test_another_address_of_a_quantised_weight_is_noticed(scheme):
     assert found.differs(state.read(model).state)  # another address
 
 
-def test_outliers_of_8_bit_layers_are_looked_for_on_the_host(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_outliers_of_8_bit_layers_are_looked_for_on_the_host(captured):
     model, inputs = load("bnb-int8-outliers"), prompts("no_padding", "cpu")
     with hf_fastattn.patch(model, graph=False):
         expected = generate(model, inputs)
@@ -195,8 +188,7 @@ BACKENDS = [(*other, "lean", {}) for other in OTHERS] + [(*OTHERS[0], "streaming
 
 
 @pytest.mark.parametrize("module, name, backend, options", BACKENDS)
-def test_layers_of_other_packages_are_captured_and_verified(monkeypatch, module, name, backend, options):
-    fake_graph.use(monkeypatch)
+def test_layers_of_other_packages_are_captured_and_verified(captured, monkeypatch, module, name, backend, options):
     compared = []
     differs = verify.differs
     monkeypatch.setattr(verify, "differs", lambda *logits: compared.append(logits) or differs(*logits))
@@ -217,9 +209,8 @@ def test_layers_of_other_packages_are_captured_and_verified(monkeypatch, module,
 
 
 @pytest.mark.parametrize(("backend", "options"), [("lean", {}), ("streaming", {"window": 32})])
-def test_a_graph_that_lacks_a_kernel_is_not_used(monkeypatch, backend, options):
+def test_a_graph_that_lacks_a_kernel_is_not_used(captured, monkeypatch, backend, options):
     """A kernel on another stream is not in the graph; the logits of a replay are then others."""
-    fake_graph.use(monkeypatch)
     replay = fake_graph.RecordedGraph.replay
     model, inputs = packed(*OTHERS[0]), prompts("no_padding", "cpu")
     with hf_fastattn.patch(model, backend, graph=False, **options):
@@ -283,8 +274,7 @@ def test_captured_logits_are_the_uncaptured_ones(scheme, rows):
     model, inputs = load(scheme, torch.bfloat16, "cuda", **WIDE), prompts("no_padding", "cuda", rows=rows)
     with hf_fastattn.patch(model, graph=False):
         expected = steps(model, inputs)
-    with warnings.catch_warnings(), hf_fastattn.patch(model) as patch:
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"), hf_fastattn.patch(model) as patch:
         for _ in range(2):
             found = steps(model, inputs)
         assert patch.captures and not patch.uncaptured and patch.replays >= 9  # of 10 steps; prompts may be captured too

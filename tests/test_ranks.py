@@ -1,5 +1,6 @@
 """patch() under Transformers' tensor parallelism: two processes on the CPU, with a substitute for CUDA graphs."""
 
+import contextlib
 import copy
 import errno
 import gc
@@ -20,7 +21,7 @@ import fake_graph
 import processes
 import pytest
 import torch
-from calls import Puts
+from calls import Averaged, Puts
 from cases import slow_unless
 from models import FAMILIES, family, prompts, tiny
 from torch.distributed.tensor import Replicate
@@ -195,15 +196,15 @@ class Scene:
         want = generate(self.one, inputs, **{**options, "prefill_chunk_size": None})
         return torch.equal(generate(self.model, inputs, **options), want)
 
-    def talk(self, model, messages, cache=None, then=lambda: None) -> torch.Tensor:
-        """The ids of a chat. then: called after each reply."""
+    def talk(self, model, messages, cache=None, then=lambda: None) -> tuple:
+        """The ids of a chat, and its cache. then: called after each reply."""
         ids = self.inputs["input_ids"][2:, 48:]
         for message in messages:
             inputs = {"input_ids": torch.cat([ids, message], 1)}
             out = generate(model, inputs, past_key_values=cache, return_dict_in_generate=True)
             ids, cache = out.sequences, out.past_key_values
             then()
-        return ids
+        return ids, cache
 
     def cache(self):
         return generate(self.model, self.inputs, return_dict_in_generate=True).past_key_values
@@ -315,24 +316,11 @@ def other_modes(scene: Scene) -> list:
 def a_module_that_counts(scene: Scene) -> list:
     """Steps of several tokens change a tensor in place: a rehearsal, whose tokens are padded, is undone on all ranks."""
 
-    class Averaged(torch.nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.norm = norm
-            self.register_buffer("mean", torch.zeros(64))
-
-        def forward(self, x):
-            x = self.norm(x)
-            self.mean.mul_(0.9).add_(x.mean((0, 1)))
-            return x + 2 * self.mean
-
     def found(model) -> list:
-        norm, inputs = model.model.norm, {"input_ids": scene.inputs["input_ids"][2:, 48:]}
-        model.model.norm = Averaged(norm)
-        try:
+        inputs = {"input_ids": scene.inputs["input_ids"][2:, 48:]}
+        with pytest.MonkeyPatch.context() as patch:  # which keeps the order of the modules
+            patch.setattr(model.model, "norm", Averaged(model.model.norm, 64))
             return [tokens_and_logits(model, inputs, prompt_lookup_num_tokens=4) for _ in range(3)]
-        finally:
-            model.model.norm = norm
 
     pairs = list(zip(found(scene.model), found(scene.one), strict=True))
     same = all(torch.equal(mine.sequences, want.sequences) for mine, want in pairs)
@@ -344,7 +332,7 @@ def a_chat(scene: Scene) -> bool:
     """Short messages after a cached text, of which one rank has forgotten the size."""
     forget = scene.patch._graphs.entries.clear if scene.rank else lambda: None
     messages = [torch.full((1, 3), 7)] * 4
-    return torch.equal(scene.talk(scene.model, messages, then=forget), scene.talk(scene.one, messages))
+    return torch.equal(scene.talk(scene.model, messages, then=forget)[0], scene.talk(scene.one, messages)[0])
 
 
 def a_streamer_on_one_rank_beside_a_late_stop_check(scene: Scene) -> list:
@@ -375,12 +363,8 @@ def other_tokens_on_one_rank(scene: Scene) -> list[str]:
 
 
 def a_hook_on_one_rank(scene: Scene) -> str:
-    hook = scene.model.lm_head.register_forward_hook(lambda *args: None) if scene.rank else None
-    try:
+    with scene.model.lm_head.register_forward_hook(lambda *args: None) if scene.rank else contextlib.nullcontext():
         return scene()
-    finally:
-        if hook is not None:
-            hook.remove()
 
 
 def messages_of_other_sizes(scene: Scene, fails: str = "") -> list:
@@ -406,8 +390,8 @@ def messages_of_other_sizes(scene: Scene, fails: str = "") -> list:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graph, "new_graph", Graph)
-        found = scene.talk(scene.model, messages, hf_fastattn.PreallocatedCache(scene.model, 512))
-    return [torch.equal(found, scene.talk(scene.one, messages)), ran, scene.patch.captures]
+        found, _ = scene.talk(scene.model, messages, hf_fastattn.PreallocatedCache(scene.model, 512))
+    return [torch.equal(found, scene.talk(scene.one, messages)[0]), ran, scene.patch.captures]
 
 
 def code_of_the_user_on_one_rank(scene: Scene) -> list:
@@ -474,19 +458,16 @@ def a_group_aborted_meanwhile(scene: Scene) -> str:
         group.broken = None
 
 
-def changed(thing, name: str, value, run):
-    """The result of run() while an attribute has another value."""
-    before = getattr(thing, name)
-    setattr(thing, name, value)
-    try:
-        return run()
-    finally:
-        setattr(thing, name, before)
-
-
 def other_config(scene: Scene) -> str:
     config = scene.model.config
-    return changed(config, "rms_norm_eps", config.rms_norm_eps + scene.rank, scene)
+    return scene.replacing(config, "rms_norm_eps", config.rms_norm_eps + scene.rank)
+
+
+def a_mesh_of_others(scene: Scene) -> str:
+    """The weights are DTensors, but not from tensor parallelism, as those of FSDP are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scene.model, "_tp_size", None)
+        return outcome(lambda: read(scene.model))
 
 
 FEW = {
@@ -501,8 +482,7 @@ REFUSED = (None, "of the test")
 LATE = "a_streamer_on_one_rank_beside_a_late_stop_check"
 SCENES = {
     "a_saved_cache": lambda scene: outcome(lambda: scene.cache().save("not written", scene.model)),
-    # The weights are DTensors, but not from tensor parallelism, as those of FSDP are not.
-    "a_mesh_of_others": lambda scene: changed(scene.model, "_tp_size", None, lambda: outcome(lambda: read(scene.model))),
+    "a_mesh_of_others": a_mesh_of_others,
     "other_length": lambda scene: scene(max_new_tokens=NEW + scene.rank),
     "other_rows": lambda scene: scene(**{name: value[scene.rank :] for name, value in scene.inputs.items()}),
     "other_ids_of_a_call_within_a_call": other_ids_of_a_call_within_a_call,
@@ -543,8 +523,7 @@ def act(scene: Scene, scenes: dict) -> dict:
     """By the name of each scene: its result, the reasons of its patch, and the outcome of the next call."""
     exchange.GRACE, found = 20.0, {}  # the processes may share a core
     for name, each in scenes.items():
-        with warnings.catch_warnings(), hf_fastattn.patch(scene.model, "lean") as scene.patch:
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), hf_fastattn.patch(scene.model, "lean") as scene.patch:
             result = each(scene)
             found[name] = result, list(scene.patch.reasons), scene()
     return found
@@ -686,10 +665,9 @@ def changes_seen(model) -> list:
         (layer, "forward", lambda *args, **kwargs: forward(*args, **kwargs)),
         (layer, "weight", torch.nn.Parameter(shard.detach().clone())),
     ):
-        before = getattr(thing, name)
-        setattr(thing, name, value)
-        seen = first.differs(read(model).state) is not None
-        setattr(thing, name, before)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(thing, name, value)
+            seen = first.differs(read(model).state) is not None
         found.append(seen and first.differs(read(model).state) is None)
     return found
 

@@ -45,7 +45,7 @@ def run_commands(rank: int, folder) -> list[int]:
         codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--keep", "--out", str(folder)]))
         codes.append(paper_ranks.main(["--longest", "64", "--device", "cpu", "--keep", "--share-of", "4", "--out", str(folder)]))
         codes.append(tree.main(["--tokens", "64", "--device", "cpu", "--out", str(folder)]))
-    codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
+        codes.append(context_bench.main(["--tokens", "32", "--device", "cpu", "--out", str(folder)]))
     return [*codes, cli.main(["generate", str(folder / "tiny"), "--compare", "sdpa", "--tokens", "5", "--dtype", "float32"])]
 
 

@@ -311,21 +311,19 @@ def fail(rank: int, how: str, mode: str) -> list:
     inputs = prompts("left_padding", one.device)
     puts = lambda act: lambda: test_ranks.Puts(act)  # noqa: E731
     act = {"raises": puts(test_ranks.divide_by_zero), "is interrupted": puts(test_ranks.interrupt), "is killed": Kills}.get(how)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with hf_fastattn.patch(model, "lean", **MODES[mode]) as patch:
-            for _ in range(3):  # the third one captures the prompt, whose sums are collectives
-                generate(model, inputs)
-            options = {"stopping_criteria": [Stops(100 - rank)]} if act is None else {}
-            if rank and act is not None:
-                options["streamer"] = act()
-            begin = time.monotonic()
-            try:
-                first = outcome(lambda: generate(model, inputs, max_new_tokens=200, **options))
-            except KeyboardInterrupt:
-                first = "KeyboardInterrupt"
-            seconds = time.monotonic() - begin
-            return [first, seconds, outcome(lambda: generate(model, inputs)), len(graphs_of(patch))]
+    with warnings.catch_warnings(action="ignore"), hf_fastattn.patch(model, "lean", **MODES[mode]) as patch:
+        for _ in range(3):  # the third one captures the prompt, whose sums are collectives
+            generate(model, inputs)
+        options = {"stopping_criteria": [Stops(100 - rank)]} if act is None else {}
+        if rank and act is not None:
+            options["streamer"] = act()
+        begin = time.monotonic()
+        try:
+            first = outcome(lambda: generate(model, inputs, max_new_tokens=200, **options))
+        except KeyboardInterrupt:
+            first = "KeyboardInterrupt"
+        seconds = time.monotonic() - begin
+        return [first, seconds, outcome(lambda: generate(model, inputs)), len(graphs_of(patch))]
 
 
 @OWN_GPUS

@@ -31,8 +31,7 @@ def in_two_groups(rank: int) -> tuple:
     one, row = of_family("llama"), rank // 2
     inputs = {name: value[row : row + 1] for name, value in prompts("left_padding", "cpu").items()}
     model, want = shared(one, fsdp_size=2, tp_size=2), generate(one, inputs)
-    with warnings.catch_warnings(), hf_fastattn.patch(model, "lean") as patch:
-        warnings.simplefilter("ignore")
+    with hf_fastattn.patch(model, "lean") as patch, warnings.catch_warnings(action="ignore"):
         same = [torch.equal(generate(model, inputs), want) for _ in range(2)]
         other = outcome(lambda: generate(model, inputs | {"input_ids": inputs["input_ids"] + rank % 2}))
         torch.manual_seed(rank)

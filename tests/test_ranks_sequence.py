@@ -114,18 +114,10 @@ MESSAGES = (3, 60, 70, 20, 20)
 
 def a_chat(scene: Scene) -> list:
     """Messages of a few and of many tokens after a cached text, which grows beyond the shares. The last runs as a graph."""
-
-    def talk(model) -> tuple:
-        ids, cache = scene.inputs["input_ids"][2:, 48:], None
-        for message in MESSAGES:
-            ids = torch.cat([ids, torch.arange(message)[None] % 90 + 7], 1)
-            out = generate(model, {"input_ids": ids}, past_key_values=cache, return_dict_in_generate=True)
-            ids, cache = out.sequences, out.past_key_values
-        return ids, cache
-
-    ids, cache = talk(scene.model)
+    messages = [torch.arange(tokens)[None] % 90 + 7 for tokens in MESSAGES]
+    ids, cache = scene.talk(scene.model, messages)
     slots = sum(layer.slots for layer in cache.layers) // 2
-    return [torch.equal(ids, talk(scene.one)[0]), type(cache).__name__, slots, cache.storage.capacity]
+    return [torch.equal(ids, scene.talk(scene.one, messages)[0]), type(cache).__name__, slots, cache.storage.capacity]
 
 
 def other_caches(scene: Scene) -> list:
@@ -213,8 +205,7 @@ SCENES = {
 def play(rank: int, count: int) -> dict:
     scene, found = Scene(rank, count), {}
     for each in SCENES[count]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             scene.patch = hf_fastattn.patch(scene.model, "lean", kv_sharding="sequence")
             found[each.__name__] = each(scene)
             if not scene.patch.undone:

@@ -1,10 +1,9 @@
 """K and V that other code reads, writes and replaces in a cache: as those of a DynamicCache, or refused with a message."""
 
 import copy
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
-import fake_graph
 import models
 import pytest
 import torch
@@ -100,12 +99,10 @@ def pressed(model, edit):
         edit(hf.cache_in(kwargs).layers[module.layer_idx], kwargs["hidden_states"].shape[1])
         return output
 
-    hooks = [layer.self_attn.register_forward_hook(hook, with_kwargs=True) for layer in model.model.layers]
-    try:
+    with ExitStack() as stack:
+        for layer in model.model.layers:
+            stack.enter_context(layer.self_attn.register_forward_hook(hook, with_kwargs=True))
         yield
-    finally:
-        for each in hooks:
-            each.remove()
 
 
 LAST = both(lambda x: x[:, :, -60:].contiguous())
@@ -118,9 +115,8 @@ PRESSES = {
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])
 @pytest.mark.parametrize("press", PRESSES)
-def test_hooks_that_prune_give_the_tokens_of_transformers(monkeypatch, press, padding):
+def test_hooks_that_prune_give_the_tokens_of_transformers(captured, press, padding):
     """Uncaptured, with a reason. The next call, which gets the same storage, is captured."""
-    fake_graph.use(monkeypatch)
     inputs, model = prompts(padding, "cpu"), tiny("llama")
     plain = generate(model, inputs)
     with pressed(model, PRESSES[press]):
@@ -166,9 +162,8 @@ def test_a_layer_that_was_left_half_replaced_does_not_reach_the_next_call():
         assert torch.equal(generate(model, inputs, past_key_values=cache), expected)
 
 
-def test_an_edited_cache_is_continued_saved_and_copied(monkeypatch, tmp_path):
+def test_an_edited_cache_is_continued_saved_and_copied(captured, tmp_path):
     """What a later call over it says, and its text, are those of a DynamicCache."""
-    fake_graph.use(monkeypatch)
     inputs, model, found = prompts("no_padding", "cpu"), tiny("llama"), []
     plain = generate(model, inputs)
     for patched in (False, True):
@@ -192,8 +187,7 @@ def test_an_edited_cache_is_continued_saved_and_copied(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("fewer", [False, True])
-def test_k_and_v_are_replaced_between_two_captured_steps(monkeypatch, fewer):
-    fake_graph.use(monkeypatch)
+def test_k_and_v_are_replaced_between_two_captured_steps(captured, fewer):
     inputs, model, found = prompts("left_padding", "cpu"), tiny("llama"), []
 
     def replace(ids, scores):
@@ -325,9 +319,8 @@ def test_a_rolling_cache_shows_its_slots_and_takes_as_many():
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": "streaming", "window": 400}], ids=["preallocated", "rolling"])
-def test_a_layer_that_is_kept_is_not_overwritten_after_its_k_and_v_were_replaced(monkeypatch, options):
+def test_a_layer_that_is_kept_is_not_overwritten_after_its_k_and_v_were_replaced(captured, options):
     """The graph over its storage refers to the old ones."""
-    fake_graph.use(monkeypatch)
     model, inputs = tiny("llama", "sdpa"), prompts("no_padding", "cpu", rows=1)
     other = {"input_ids": inputs["input_ids"].flip(1)}
     with hf_fastattn.patch(model, **options) as patch:

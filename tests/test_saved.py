@@ -6,7 +6,6 @@ import os
 from functools import partial
 from unittest.mock import Mock
 
-import fake_graph
 import models
 import pytest
 import safetensors.torch
@@ -307,8 +306,7 @@ def test_8_bits_are_saved_as_they_are_stored(tmp_path, name, kv_dtype, device):
         assert torch.equal(generate(model, inputs, past_key_values=loaded), generate(model, inputs))
 
 
-def test_loaded_8_bits_are_cropped_and_continued_in_a_graph(tmp_path, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_loaded_8_bits_are_cropped_and_continued_in_a_graph(tmp_path, captured):
     model, path, inputs = tiny("llama"), tmp_path / "prompt", prompts("no_padding", "cpu", rows=1)
     with patch(model, "lean", kv_dtype="int8") as patched:
         cache = PreallocatedCache(model, kv_dtype="int8")

@@ -2,10 +2,8 @@
 
 import copy
 import threading
-from contextlib import contextmanager
 from unittest.mock import Mock
 
-import fake_graph
 import pytest
 import torch
 from models import tiny
@@ -26,14 +24,9 @@ PATCHES = [({}, PreallocatedCache), (STREAMING, RollingCache)]
 both_caches = pytest.mark.parametrize("options, cache_type", PATCHES, ids=["preallocated", "rolling"])
 
 
-@contextmanager
 def inside(model, then, layer=1):
-    """Inside, a layer of the model calls `then` before it runs."""
-    handle = model.model.layers[layer].register_forward_pre_hook(lambda *_: then())
-    try:
-        yield
-    finally:
-        handle.remove()
+    """A context in which a layer of the model calls `then` before it runs."""
+    return model.model.layers[layer].register_forward_pre_hook(lambda *_: then())
 
 
 @both_caches
@@ -182,8 +175,7 @@ def test_arguments_without_names(options, cache_type):
             model(IDS, mask, None, cache_type(model), attention_mask=mask)
 
 
-def test_generate_after_an_interrupt(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_generate_after_an_interrupt(captured):
     model = tiny("llama")
     with hf_fastattn.patch(model, **STREAMING) as patch:
         options = {"max_new_tokens": 6, "do_sample": False}
@@ -199,13 +191,12 @@ def test_layers_recomputed_by_checkpointing_find_no_step():
     with hf_fastattn.patch(model):
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        look = model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: seen.append(steps.innermost()))
+        model.model.layers[1].self_attn.register_forward_pre_hook(lambda *_: seen.append(steps.innermost()))
         loss = model(IDS, labels=IDS, past_key_values=PreallocatedCache(model)).loss
         forward = len(seen)
         loss.backward()
         assert len(seen) > forward and seen[forward:] == [None] * (len(seen) - forward)
         assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
-        look.remove()
 
 
 class NegatedLayer(Layer):
@@ -232,8 +223,7 @@ class NegatedCache(StoredCache):
 
 @pytest.mark.parametrize("backend", ["lean", "split_kv", "fa2"])
 @pytest.mark.parametrize("with_padding", [False, True])
-def test_a_custom_form_under_patch_with_a_graph(backend, with_padding, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_a_custom_form_under_patch_with_a_graph(backend, with_padding, captured):
     model, mask = tiny("llama"), torch.ones_like(IDS)
     mask[:, : 5 * with_padding] = 0
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
@@ -278,8 +268,7 @@ def test_a_mask_requested_without_the_cache_is_not_that_of_the_step(which):
 
         expected = other.model(IDS, attention_mask=padded, use_cache=False).last_hidden_state
         logits = model(IDS, past_key_values=RollingCache(model)).logits
-        handle = model.model.register_forward_pre_hook(look)
-        inside_a_step = model(IDS, past_key_values=RollingCache(model)).logits
-        handle.remove()
+        with model.model.register_forward_pre_hook(look):
+            inside_a_step = model(IDS, past_key_values=RollingCache(model)).logits
         assert torch.equal(inside_a_step, logits)
         assert torch.equal(found[0][:, 5:], expected[:, 5:])

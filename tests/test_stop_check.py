@@ -305,10 +305,9 @@ def test_the_models_code_does_not_run_once_more_and_a_cache_without_tokens_is_no
     calls = []
     eos, step = ends(model, one, 5, do_sample=False)
     hook = model.lm_head.register_forward_hook(lambda *_: calls.append(1))  # of the caller: no step is captured
-    with hf_fastattn.patch(model, "lean"):
+    with hook, hf_fastattn.patch(model, "lean"):
         late(model, one, eos_token_id=eos)
     assert len(calls) == step + 1
-    hook.remove()
     model.train()
     model.gradient_checkpointing_enable()
     hf_fastattn.patch(model, "lean")

@@ -442,15 +442,15 @@ def test_memory_is_constant_and_a_token_is_one_write(llama, device):
 # The decode graph and torch.compile.
 
 
-def record(device, monkeypatch) -> None:
+@pytest.fixture
+def graphs(device, monkeypatch) -> None:
     """CUDA graphs on a GPU, otherwise the fake ones."""
     if device.type != "cuda":
         fake_graph.use(monkeypatch)
 
 
-def test_decode_steps_are_captured(llama, device, monkeypatch):
+def test_decode_steps_are_captured(llama, device, graphs):
     """Rows with and without padding have separate graphs."""
-    record(device, monkeypatch)
     ids, mask = padded(device)
     batches = [{"input_ids": ids[:1]}, *({"input_ids": ids, "attention_mask": m} for m in (torch.ones_like(mask), mask))]
     options = {"max_new_tokens": 2 * WINDOW, "do_sample": False}
@@ -465,8 +465,7 @@ def test_decode_steps_are_captured(llama, device, monkeypatch):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_prompt_read_token_by_token_keeps_its_padding(llama, graph, device, monkeypatch):
-    record(device, monkeypatch)
+def test_a_prompt_read_token_by_token_keeps_its_padding(llama, graph, device, graphs):
     ids, mask = padded(device)
     options = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": WINDOW, "do_sample": False}
     with patched(llama, graph=graph):
@@ -475,8 +474,7 @@ def test_a_prompt_read_token_by_token_keeps_its_padding(llama, graph, device, mo
 
 
 @pytest.mark.parametrize("kind", ["ones", "ended", "four dimensions", "too short"])
-def test_masks_that_a_loop_of_the_caller_passes_to_steps(llama, kind, device, monkeypatch):
-    record(device, monkeypatch)
+def test_masks_that_a_loop_of_the_caller_passes_to_steps(llama, kind, device, graphs):
     ids = tokens(2, WINDOW, device)
 
     def loop(model, input_ids, **_):
@@ -539,8 +537,7 @@ def test_rows_are_uniform_until_one_has_padding(device):
         storage.reset()
 
 
-def test_a_step_that_cannot_be_captured_counts_once(llama, device, monkeypatch):
-    record(device, monkeypatch)
+def test_a_step_that_cannot_be_captured_counts_once(llama, device, graphs):
     ids = tokens(1, 20, device)
     with patched(llama):
         expected = llama.generate(ids, max_new_tokens=10, do_sample=False)

@@ -3,7 +3,6 @@
 import copy
 
 import every_model
-import fake_graph
 import model_inputs
 import models
 import pytest
@@ -177,8 +176,7 @@ def test_frequencies_changed_while_patched_are_used(change, cache):
 
 
 @pytest.mark.parametrize("change", ["written to", "another module"])
-def test_decode_graphs_follow_changed_frequencies(change, monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_decode_graphs_follow_changed_frequencies(change, captured):
     model, ids = one_layer("llama"), tokens(2)
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     with stream(model, graph=True) as patch:

@@ -4,7 +4,6 @@ import sys
 import threading
 import warnings
 
-import fake_graph
 import pytest
 import torch
 from calls import At
@@ -23,8 +22,7 @@ CALLS = [  # the calls: different batches and paddings, so that graphs and buffe
 
 
 @pytest.fixture
-def model(monkeypatch):
-    fake_graph.use(monkeypatch, prompts=False)
+def model(captured_steps):
     return tiny("llama", "sdpa")
 
 
@@ -48,8 +46,7 @@ def at_once(*works) -> list[BaseException]:
     threads = [threading.Thread(target=run, args=(work,)) for work in works]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # threads switch some hundred times in each step
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for thread in threads:
             thread.start()
         for thread in threads:

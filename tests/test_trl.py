@@ -352,9 +352,8 @@ def test_refusals(tmp_path):
     runs = []
     for when in (None, "before"):
         run = Run(tmp_path, "GRPO", when, lora=True)
-        hook = run.trainer.model.get_input_embeddings().register_forward_hook(lambda module, args, out: 1.5 * out)
-        run.train()
-        hook.remove()
+        with run.trainer.model.get_input_embeddings().register_forward_hook(lambda module, args, out: 1.5 * out):
+            run.train()
         runs.append(run.train())
     (reason,) = runs[1].patch.reasons
     assert "Embedding has the forward hook" in reason and "<lambda>" in reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 
-import fake_graph
 import models
 import pytest
 import torch
@@ -232,7 +231,6 @@ def test_an_exception_leaves_the_cache_empty(monkeypatch):
         assert torch.equal(generate(model, RAGGED, past_key_values=cache).sequences, expected)
 
 
-def test_steps_after_it_are_captured(monkeypatch):
-    fake_graph.use(monkeypatch)
+def test_steps_after_it_are_captured(captured):
     patch = compare(tiny("llama", "eager"), RAGGED)
     assert patch.captures and not patch.reasons and patch.skipped_tokens

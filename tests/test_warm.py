@@ -81,15 +81,17 @@ def test_the_list_of_a_model_is_short_and_begins_with_what_its_first_call_needs(
     assert target == "A100" or names.index("linear_rows_kernel") < 24
 
 
-@pytest.mark.parametrize(
-    "name, target",
-    slow_unless(("Llama 1B", "H100").__eq__, [("Llama 1B", "H100"), ("GPT-OSS 20B", "A100"), ("Qwen3 30B", "A100")]),
-)
-def test_the_list_has_what_an_hour_meets(name, target):
+LIVES = [("Llama 1B", "H100", "hour"), ("GPT-OSS 20B", "A100", "hour"), ("Qwen3 30B", "A100", "hour")]
+LIVES += [("Llama 1B", "H100", "whole"), *itertools.product(LISTED, ("H100", "A100"), ["day"])]
+
+
+@pytest.mark.parametrize("name, target, part", slow_unless(LIVES[0].__eq__, LIVES))
+def test_the_list_has_what_a_life_meets_and_little_more(name, target, part):
     recipe = lives.recipe_of(name, TARGETS[target])
-    met, kernels = lives.met_apart(recipe, "hour"), warm.listed(recipe)
+    met, kernels = lives.met_apart(recipe, part), warm.listed(recipe)
     assert len(met) > 15
     assert not [kernel for kernel in met if kernel not in kernels]
+    assert part != "whole" or len(kernels) <= SURPLUS * len(met)
 
 
 @pytest.mark.parametrize("name", slow_unless("Qwen3.6 35B".__ne__, OF_HYBRIDS))
@@ -141,22 +143,10 @@ def test_kernels_of_other_packages_are_not_launched_for_the_list(tuned, monkeypa
     assert len(launched) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, target, part",
-    [("Llama 1B", "H100", "whole"), *((name, target, "day") for name in LISTED for target in ("H100", "A100"))],
-)
-def test_the_list_has_what_a_life_meets_and_little_more(name, target, part):
-    recipe = lives.recipe_of(name, TARGETS[target])
-    met, kernels = lives.met_apart(recipe, part), warm.listed(recipe)
-    assert not [kernel for kernel in met if kernel not in kernels]
-    assert part != "whole" or len(kernels) <= SURPLUS * len(met)
+JOBS = [("Llama 1B", "H100", "job"), *itertools.product(["Llama 1B", "GPT-OSS 20B"], ("H100", "A100"), ["jobs"])]
 
 
-LIVES = [("Llama 1B", "H100", "job"), *itertools.product(["Llama 1B", "GPT-OSS 20B"], ("H100", "A100"), ["jobs"])]
-
-
-@pytest.mark.parametrize("name, target, part", slow_unless(LIVES[0].__eq__, LIVES))
+@pytest.mark.parametrize("name, target, part", slow_unless(JOBS[0].__eq__, JOBS))
 def test_the_list_of_generate_batch_has_what_jobs_meet_and_few_further_kernels(name, target, part):
     recipe = lives.recipe_of(name, TARGETS[target])
     met, kernels, others = lives.met_apart(recipe, part), warm.listed(recipe._replace(page=64)), warm.listed(recipe)
