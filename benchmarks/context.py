@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.contex
     add_options(parser, 120)
     args = parser.parse_args(argv)
     need_gpu(parser, args, sizes={f"a text of {n} tokens": int(n) ** 2 for n in args.tokens.split(",")})
-    group = Group(join()) if "WORLD_SIZE" in os.environ else None
+    group = Group(join(args.device)) if "WORLD_SIZE" in os.environ else None
     device, ranks = (group.device, group.size) if group else (find_device(args.device), args.ranks)
     head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}, causal"}
     name = "context_ranks.json" if group else "context.json"
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.contex
         group.results = results
     for total in map(int, args.tokens.split(",")):
         for order in ORDERS:
-            if not (group.has(10) if group else results.left() > 10):
+            if not (group.has(10) if group else results.left() >= 10):
                 results.say(f"no time for {order} at {total}")
                 continue
             check_call(order, device) if group else check(order, ranks, device)

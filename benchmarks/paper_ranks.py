@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.paper_
     add_options(parser, 120)
     args = parser.parse_args(argv)
     need_gpu(parser, args, sizes={str(at): at[0] * at[1] * at[2] for at in FIGURE_8 if at[2] <= (args.longest or at[2])})
-    device = join()
+    device = join(args.device)
     group = Group(device)
     share_of = args.share_of or group.size
     if share_of < group.size:

@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.ranks"
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    device = join()
+    device = join(args.device)
     group, dtype, (model_type, config) = Group(device), dtype_for(device), (SHAPES | FAMILIES)[args.shape]
     config = {"max_position_embeddings": 4096, **COMMON, **config}
     config |= {} if args.layers is None else {"num_hidden_layers": args.layers}

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .results import Results
+from .results import Results, find_device
 
 
-def join() -> torch.device:
-    """Create the process group, as Transformers does, unless there is one. Returns the device of this process."""
-    cuda, local = torch.cuda.is_available(), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
+def join(name: str | None) -> torch.device:
+    """Create the process group, as Transformers does, unless there is one. Returns the device of this process. name: see
+    `find_device`."""
+    device = find_device(name)
+    if cuda := device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)

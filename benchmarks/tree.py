@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None, prog: str = "python -m benchmarks.tree")
     add_options(parser, 60)
     args = parser.parse_args(argv)
     need_gpu(parser, args, sizes={f"a text of {n} tokens": int(n) * 2**14 for n in args.tokens})
-    device = join()
+    device = join(args.device)
     group = Group(device)
     head = {"conditions": conditions(device, METHOD), "shape": f"{HEADS}/{KV_HEADS} heads of {HEAD_DIM}", "unit": "us a call"}
     group.begin(parser, args, "tree_ranks", command(prog, argv), head, lambda row: row["ranks"] == group.size)

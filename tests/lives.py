@@ -96,6 +96,9 @@ HYBRIDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
 }
 
+_SPARSE = {"activation_sparsity_pattern": [0.95] * 2 + [0.0] * 2}
+HYBRIDS["Gemma 3n E2B, sparse"] = Gemma3nTextConfig, HYBRIDS["Gemma 3n E2B"][1] | _SPARSE
+
 
 class _Graph:
     def __init__(self, device, shared):

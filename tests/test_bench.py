@@ -108,6 +108,13 @@ def test_captured_steps_are_checked_and_captured_once(tmp_path, captured, resume
             assert ours["captures_while_timing"] == 0 and ours["steps"]["uncaptured"] == 0 and not ours["reasons"]
 
 
+@pytest.mark.parametrize("difference, other, passed", [(0.1, 0.2, True), (0.6, 0.2, False), (0.1, 0.6, False), (1.0, 1.0, False)])
+def test_a_check_passes_if_logits_differ_as_those_of_stock_and_by_less_than_their_size(difference, other, passed):
+    tokens, logits = torch.zeros(1, 2, dtype=torch.long), torch.ones(2, 1, 8)
+    of = [runs.Run(tokens, 0.0, 0.0, 0.0, 0.0, logits + each) for each in (difference, 0, other)]
+    assert runs.verdict(*of, torch.float32)["passed"] is passed
+
+
 def test_kernels_of_a_step_are_listed_separately(tmp_path, captured, monkeypatch):
     listed = [{"kernel": "a", "launches": 2, "us": 7.0}]
     monkeypatch.setattr(grid, "step_kernels", lambda patched: listed if patched.captures else None)

@@ -8,6 +8,7 @@ import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import every_model
 import fake_graph
 import models
 import pytest
@@ -67,6 +68,15 @@ def test_frequencies_that_change_with_the_length(name, options):
     inputs["input_ids"][:, 15:] = inputs["input_ids"][:, :15]
     patch = same_as_eager(longrope(name, 40, "cuda"), inputs, **options)
     assert patch.captures and not patch.reasons
+
+
+def test_sparse_gates_are_captured():
+    model = every_model.named("Gemma3nForCausalLM", "gemma3n", "causal")
+    models.draw_weights(model)
+    assert max(layer.mlp.activation_sparsity for layer in model.model.layers) > 0
+    ids = torch.randint(8, 100, (2, 20), generator=torch.Generator().manual_seed(0)).cuda()
+    patch = same_as_eager(model.cuda(), {"input_ids": ids}, suppress_tokens=[*every_model.SPECIAL])
+    assert patch.captures == 1 and not patch.reasons
 
 
 @pytest.mark.parametrize("padding", ["no_padding", "left_padding"])

@@ -65,6 +65,7 @@ OF_HYBRIDS = {
     "Falcon-H1 0.5B": (83, {"conv_update_kernel", "selective_kernel"}),
     "LFM2 1.2B": (64, {"conv_update_kernel"}),
     "Gemma 3n E2B": (83, set()),
+    "Gemma 3n E2B, sparse": (85, set()),
 }
 STEPS = {"conv_update_kernel", "gated_delta_kernel", "selective_kernel", "gated_norm_kernel"}
 SURPLUS = 1.5  # of a list, over what a life of 300 calls meets

@@ -137,12 +137,12 @@ def is_gelu_in_parts(act: torch.nn.Module) -> bool:
     return all(part.__module__ == cls.__module__ for part in parts)  # another's if someone has replaced it
 
 
-SPARSE = "_gaussian_topk"  # method of an MLP that keeps the gates above a quantile (Gemma 3n)
+SPARSE_GATES = "_gaussian_topk"  # method of an MLP that keeps the gates above a quantile (Gemma 3n)
 
 
 def has_sparse_gates(mlp: Any) -> bool:
     """Whether a method of this MLP, in Transformers' code, computes `above_quantile`."""
-    own, p = getattr(type(mlp), SPARSE, None), vars(mlp).get("activation_sparsity")
+    own, p = getattr(type(mlp), SPARSE_GATES, None), vars(mlp).get("activation_sparsity")
     if own is None or not isinstance(p, float) or not 0 < p < 1 or module_of(own) != type(mlp).__module__:
         return False
     with torch.device("cpu"):

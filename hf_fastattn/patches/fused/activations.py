@@ -19,10 +19,8 @@ from ... import hf
 from . import subclass
 from .subclass import Forward
 
-_NONE = object()
-
-
 Modules = list[torch.nn.Module]
+_NONE = object()
 
 
 def fuse(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> tuple[Modules, Modules]:
@@ -34,7 +32,7 @@ def fuse(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass
     for module in gelus:
         subclass.replace(module, gelu)
     for module in sparse:
-        subclass.replace(module, _SparseGates(getattr(type(module), hf.SPARSE)))
+        subclass.replace(module, _SparseGates(getattr(type(module), hf.SPARSE_GATES)))
     return gelus, sparse
 
 
@@ -47,11 +45,11 @@ class _SparseGates:
     def __call__(self, forward: types.FunctionType) -> Forward:
         @functools.wraps(forward)
         def mlp(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(getattr(module, hf.SPARSE), "__func__", None) is not self.own or torch.compiler.is_compiling():
+            if getattr(getattr(module, hf.SPARSE_GATES), "__func__", None) is not self.own or torch.compiler.is_compiling():
                 return forward(module, *args, **kwargs)
             copied = object.__new__(type(module))  # as other threads may run the module
             vars(copied).update(vars(module))
-            vars(copied)[hf.SPARSE] = functools.partial(hf.above_quantile, p=float(module.activation_sparsity))
+            vars(copied)[hf.SPARSE_GATES] = functools.partial(hf.above_quantile, p=float(module.activation_sparsity))
             return forward(copied, *args, **kwargs)
 
         return mlp
