@@ -236,6 +236,27 @@ def test_the_dense_path_adds_the_bias(dense, device):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("head_dim", [16, 256])  # on Hopper dK and dV of the latter have programs of their own
+def test_gradients_with_a_bias_of_keys(head_dim, device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(2, 4, 70, head_dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    bias, hidden = torch.randn(2, 4, 70, device=device), torch.ones(70, 70, dtype=torch.bool, device=device).triu(1)
+    dout = torch.randn(2, 70, 4, head_dim, device=device, dtype=dtype)
+
+    def gradients(given, dtype):
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in given)
+        scores = (q @ k.transpose(2, 3) * head_dim**-0.5 + bias[:, :, None].to(dtype)).masked_fill(hidden, -torch.inf)
+        return torch.autograd.grad((torch.softmax(scores, -1) @ v).transpose(1, 2), (q, k, v), dout.to(dtype))
+
+    with count_calls() as calls:
+        out, _ = attention_forward("lean", torch.nn.Module(), q, k, v, None, key_bias=bias)
+        found = torch.autograd.grad(out, (q, k, v), dout)
+    assert calls == {"lean.prefill": 1, "lean.backward": 1}
+    for mine, theirs, exact in zip(found, gradients((q, k, v), dtype), gradients((q, k, v), torch.float64), strict=True):
+        error, allowed = ((x.double() - exact).abs().max() for x in (mine, theirs))
+        assert error <= 2 * allowed + 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled(name):

@@ -30,8 +30,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
 from hf_fastattn.kernels import eight_bits, paged, spans  # noqa: E402
-from hf_fastattn.kernels.attention import lean, prefill, schedule, split_kv  # noqa: E402
+from hf_fastattn.kernels.attention import backward, lean, prefill, schedule, split_kv  # noqa: E402
 from hf_fastattn.kernels.attention.plan import Call  # noqa: E402
+from hf_fastattn.kernels.biased import biased  # noqa: E402
 from hf_fastattn.kernels.decode import (  # noqa: E402
     all_gather,
     all_reduce,
@@ -307,6 +308,15 @@ def test_plain_keys_and_values_pay_nothing_for_forms(name, q_len, most_registers
     # Triton 3.9 keeps one value of split_kv in memory, outside of the loops over tiles.
     assert binary.stack <= (8 if name == "split_kv" else 0) and binary.registers <= most_registers
     assert len(re.findall(r"/\*[0-9a-f]{4,}\*/ +.*;", sass)) <= most_instructions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 256])  # at 256 dK and dV have programs of their own
+def test_gradients_with_a_bias_of_keys_compile(head_dim):
+    q, k, v, out, dout = (new(2, 4, 64, head_dim) for _ in range(5))
+    bias, lse = torch.zeros(2, 2, 4, 64)
+    with compiling(backward, ("dq_kernel", "dkdv_kernel"), 90):
+        backward.backward(q, biased(KV(k, v), bias), out=out, lse=lse, dout=dout)
 
 
 @pytest.mark.slow

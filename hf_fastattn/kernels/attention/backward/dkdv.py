@@ -171,7 +171,7 @@ def dkdv_kernel(
                   VALUE_DIM, C.BLOCK_DV)  # fmt: skip
     shift = None
     if FORM.weights is not None:
-        _, shift, _ = FORM.weights(None, keys, (row, kv_head, kv_heads, kv_len), (Bias,))
+        shift = FORM.weights(None, keys, (row, kv_head, kv_heads, kv_len), (Bias,))[1]
     sizes = (part, tl.num_programs(2), row, kv_len, kv_heads, kv_head, splits)
     first_head, num_heads = kv_head * C.GROUP + part * heads, kv_heads * C.GROUP
     pointers = (Q, DOut, Stats.to(tl.pointer_type(tl.int64)))
