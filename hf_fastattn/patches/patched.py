@@ -153,7 +153,7 @@ class Patch:
             found = found._replace(linears=[])
         fusion.fuse(found)
         mixers, gated = states.fuse(model)
-        gelus, sparse = activations.fuse(model)
+        gelus, sparse = activations.fuse(model), activations.fuse_sparse_gates(model)
         joined, layers = (linears.join(model), residual.join(model)) if self.graph else ([], [])
         every = itertools.chain(*found, mixers, gated, gelus, sparse, joined, layers)
         self._fused += [weakref.ref(module) for module in every]

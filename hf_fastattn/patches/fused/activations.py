@@ -19,21 +19,26 @@ from ... import hf
 from . import subclass
 from .subclass import Forward
 
-Modules = list[torch.nn.Module]
 _NONE = object()
 
 
-def fuse(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> tuple[Modules, Modules]:
-    """Fuse the activations of a model. Returns the GELUs, on devices that run kernels, and the MLPs with sparse gates."""
+def fuse(model: torch.nn.Module, runs: Callable[[torch.device], bool] = subclass.runs_kernels) -> list[torch.nn.Module]:
+    """Fuse the activations of a model that is on a device that runs kernels; returns them."""
     weight = next(model.parameters(), None)
-    own = [module for module in model.modules() if "forward" not in vars(module)]
-    gelus = [module for module in own if hf.is_gelu_in_parts(module)] if weight is not None and runs(weight.device) else []
-    sparse = [module for module in own if hf.has_sparse_gates(module)]
-    for module in gelus:
+    if weight is None or not runs(weight.device):
+        return []
+    found = [module for module in model.modules() if "forward" not in vars(module) and hf.is_gelu_in_parts(module)]
+    for module in found:
         subclass.replace(module, gelu)
-    for module in sparse:
+    return found
+
+
+def fuse_sparse_gates(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Replace the quantile in MLPs with sparse gates; returns them."""
+    found = [module for module in model.modules() if "forward" not in vars(module) and hf.has_sparse_gates(module)]
+    for module in found:
         subclass.replace(module, _SparseGates(getattr(type(module), hf.SPARSE_GATES)))
-    return gelus, sparse
+    return found
 
 
 @dataclass(frozen=True)
